@@ -68,12 +68,12 @@ class Watch:
         self._estimates: dict[StepRow, Sequence[float]] = {}
         self._copies = False
 
-    def choose(self, policy: Any, rows: Sequence[RowDrafting], *, steady: bool) -> Choice:
+    def choose(self, policy: Any, rows: Sequence[RowDrafting], **how: Any) -> Choice:
         head = policy._head_rates.cumulative_acceptance()
         self._offered = [
             (each.offer(min(each.ahead, each.expected))[1], head[: each.waiting]) for each in rows
         ]
-        return _CHOOSE(policy, rows, steady=steady)
+        return _CHOOSE(policy, rows, **how)
 
     def plan(self, scheduler: Scheduler, chunk: Any, decode: tuple[StepRow, ...]) -> bool:
         sync = _PLAN(scheduler, chunk, decode)

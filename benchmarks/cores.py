@@ -141,7 +141,7 @@ class TellingDrafter(MTPDrafter):
         longest = max(map(len, texts))
         self.known = mx.array([[*text, *[0] * (longest - len(text))] for text in texts], mx.int32)
         self._draws = mx.random.uniform(shape=self.known.shape, key=mx.random.key(0))
-        mx.eval(self.known, self._draws)  # Here, because engines read them on their own threads.
+        mx.eval(self.known, self._draws)  # They are evaluated here: engines have their own threads.
 
     def at(self, positions: mx.array, sampler: TokenSampler) -> mx.array:
         """Returns the known tokens at int positions [B, T]."""

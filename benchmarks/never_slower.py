@@ -115,15 +115,15 @@ def never_slower(
 
     Each choice has its own server of the bundled model, started anew for each round: servers of the
     same choice differ by up to 9% for as long as they live, so rounds would not be independent.
-    Step costs are calibrated in the first round, and kept as a user's are; nothing else is warm.
-    All servers get the same greedy requests, one server at a time, in an order drawn anew for each
-    cell and round. A cell is a kind of work and a number of concurrent streams: different stories;
-    the same stories, four times each; edits of a text; agents' turns with tools; short answers;
-    a head with random weights. In "poisson" cells, requests arrive at 70% of the capacity of the
-    server without drafts, and the mean time of an answer is compared; in other cells, tokens per
-    second. Ratios are geometric means of the rounds, with 95% bounds (Student's t). The best fixed
-    choice is picked in every other round and compared in the rounds between. With fewer than eight
-    streams, a round has several batches of requests.
+    Step costs are calibrated in a seed's first round, and kept as a user's are; nothing else is
+    warm. All servers get the same greedy requests, one server at a time; the orders of cells and
+    servers are drawn anew for each round. A cell is a kind of work and a number of concurrent
+    streams: different stories; the same stories, four times each; edits of a text; agents' turns
+    with tools; short answers; a head with random weights. In "poisson" cells, requests arrive at
+    70% of the capacity of the server without drafts, and the mean time of an answer is compared; in
+    other cells, tokens per second. Ratios are geometric means of the rounds, with 95% bounds
+    (Student's t). The best fixed choice is picked in every other round and compared in the rounds
+    between. With fewer than eight streams, a round has several batches of requests.
 
     Args:
         rounds: number of rounds, at least 4
@@ -141,7 +141,8 @@ def never_slower(
             group = [cell for cell in chosen if (cell.work == "random") == spoiled]
             if group:
                 model = _with_random_head(Path(folder) / "random") if spoiled else BUNDLED_MODEL
-                yield from _measured(model, Path(folder), group, rounds, max_tokens, seed, speeds)
+                costs = Path(folder) / str(seed)
+                yield from _measured(model, costs, group, rounds, max_tokens, seed, speeds)
     summaries = [_summary(cell, speeds[cell]) for cell in chosen]
     yield from summaries
     yield _overall(summaries)
@@ -173,7 +174,7 @@ def _measured(
                 name: stack.enter_context(_Client(url, asking, model="m", name=name))
                 for name, url in _started(model, folder, stack)
             }
-            for cell in cells:
+            for cell in chance.sample(cells, len(cells)):
                 of = _round(cell, clients, sources[cell], chance, capacity, max_tokens)
                 speeds[cell].append(of)
                 yield {"seed": seed, "round": number + 1, "cell": cell.name} | of
@@ -190,17 +191,13 @@ def _round(
     """Returns each client's tokens per second or, in a "poisson" cell, answers per second."""
     least = _REPEATS if cell.work == "same" else 2 if cell.poisson else 1
     count = cell.streams * max(least, -(-_REQUESTS // cell.streams))
-    bodies = [
-        {"model": "m", "temperature": 0, "max_tokens": max_tokens, "stream": True}
-        | {"stream_options": {"include_usage": True}}
-        | body
-        for body in WORK[cell.work](source, count)
-    ]
+    bodies = _bodies(cell, source, count, max_tokens)
     at_once = count if cell.poisson else cell.streams
     waits = [0.0] * at_once
     if cell.poisson:
         if cell not in capacity:
-            _, took, _ = clients[_NONE].send(bodies[: cell.streams], waits)
+            others = _bodies(cell, source, cell.streams, max_tokens)
+            _, took, _ = clients[_NONE].send(others, waits)
             capacity[cell] = cell.streams / took
         gaps = (chance.expovariate(_LOAD * capacity[cell]) for _ in bodies)
         waits = [*itertools.accumulate(gaps)]
@@ -210,6 +207,12 @@ def _round(
         tokens, seconds, means = zip(*(clients[name].send(part, waits) for part in parts))
         of[name] = 1 / means[0] if cell.poisson else sum(tokens) / sum(seconds)
     return of
+
+
+def _bodies(cell: _Cell, source: PromptSource, count: int, max_tokens: int) -> list[Body]:
+    options = {"model": "m", "temperature": 0, "max_tokens": max_tokens, "stream": True}
+    options |= {"stream_options": {"include_usage": True}}
+    return [options | body for body in WORK[cell.work](source, count)]
 
 
 def _started(model: Path, folder: Path, stack: contextlib.ExitStack) -> Iterator[tuple[str, str]]:

@@ -97,7 +97,7 @@ class _CellDrafts(FixedDrafts):
         self._cell = cell
         self.seconds: list[float] = []  # duration of each of the cell's steps
 
-    def choose(self, rows: Many[RowDrafting], *, steady: bool) -> Choice:
+    def choose(self, rows: Many[RowDrafting], *, steady: bool, waiting: int = 0) -> Choice:
         first, none = int(self._cell.size), (0,) * len(rows)
         others = 0 if self._cell.kind == RAGGED else first
         counts = (first, *(others,) * (len(rows) - 1))

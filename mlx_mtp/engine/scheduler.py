@@ -16,14 +16,13 @@ from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.prefix.policy import PrefixReuse
 from mlx_mtp.prefix.radix_tree import PrefixTree
 from mlx_mtp.speculative.costs import MTP, StepShape
-from mlx_mtp.speculative.draft_policy import DraftPolicy, RowDrafting
+from mlx_mtp.speculative.draft_policy import DraftPolicy
 from mlx_mtp.speculative.host_sources import HostSources
 
 # A chunk of at most this many tokens shares a forward pass with the running rows, so that the
 # weights are read once. A longer chunk gains nothing from sharing, and if it fails in its own pass,
 # the running rows don't fail with it.
 MOST_TOGETHER = 256
-_WAITING = RowDrafting(fixed=0)
 
 
 class Scheduler:
@@ -106,6 +105,7 @@ class Scheduler:
         # A row that is surely finished still runs while others need the step, and keeps nothing.
         if all(s.surely_finished for s in self._running):
             decode = ()
+        self._lacks_memory = False
         if self.num_waiting:
             self._admit(self._prefills.most_tokens(beside=bool(decode)))
         chunk = self._prefills.next_chunk(beside=bool(decode))
@@ -195,15 +195,14 @@ class Scheduler:
         rows = [*decode, *(row for row in chunk if row.is_last)]
         if not rows:
             return False
+        self._last_num_rows = len(rows)
         for row in decode:
             row.sequence.drafting.ahead = row.sequence.max_cached - row.sequence.num_cached
-        # Drafts delay the requests whose prompts are not complete. So these count as rows without
-        # drafts: a draft must pay in the larger batch, too, where time is worth more tokens.
-        soon = len(self._admitted()) + (0 if self._lacks_memory else self.num_waiting)
-        missing = min(soon, self._config.max_num_seqs) - len(rows)
-        given = [row.sequence.drafting for row in rows] + [_WAITING] * missing
-        self._last_num_rows = len(given)
-        choice = self._drafts.choose(given, steady=not chunk)
+        waiting = sum(map(len, self._prefills.groups)) - sum(row.is_last for row in chunk)
+        waiting += 0 if self._lacks_memory else self.num_waiting
+        waiting = min(waiting, self._config.max_num_seqs - len(rows))
+        given = [row.sequence.drafting for row in rows]
+        choice = self._drafts.choose(given, steady=not chunk, waiting=waiting)
         for row, count in zip(rows, choice.head):
             row.num_proposed = count
         for row, count in zip(decode, choice.host):

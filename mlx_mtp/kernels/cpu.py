@@ -70,7 +70,7 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     numbers = _numbers(x.shape[-1], eps)
     if x.size < _MANY:
         return _normed(x, _squares(x), weight, *numbers)
-    return x * _root_mean(mx.square(x) @ _ones(x.shape[-1]), *numbers) * weight
+    return x * _inverse_root_mean(mx.square(x) @ _ones(x.shape[-1]), *numbers) * weight
 
 
 def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -88,7 +88,7 @@ def _ones(dim: int) -> mx.array:
 
 
 @elementwise
-def _root_mean(squares: mx.array, share: mx.array, eps: mx.array) -> mx.array:
+def _inverse_root_mean(squares: mx.array, share: mx.array, eps: mx.array) -> mx.array:
     return mx.rsqrt(squares * share + eps)
 
 

@@ -102,6 +102,7 @@ class BatchCosts(NamedTuple):
     verify: Vector
     passes: Sequence[float]
     padding: float
+    others: int = 0  # rows among these that have no drafts, and are not in the shape of a step
 
     def cost(self, shape: StepShape) -> float:
         drafting = float(self.verify[shape.drafts]) + self.passes[shape.passes]
@@ -139,10 +140,11 @@ class StepCosts:
         elif seconds:
             self._seen.add(launch)
 
-    def of_batch(self, rows: int, *, sync: bool = False) -> BatchCosts:
+    def of_batch(self, rows: int, *, sync: bool = False, others: int = 0) -> BatchCosts:
+        rows += others
         if rows not in self._batch_costs:
             self._batch_costs[rows] = self._costs_of(rows)
-        return self._batch_costs[rows][sync]
+        return self._batch_costs[rows][sync]._replace(others=others)
 
     def has_measured(self, rows: int, depth: int) -> bool:
         """Returns True if `depth` or more drafts of the head in about `rows` rows ran twice."""
@@ -238,8 +240,7 @@ def _features(shapes: Sequence[StepShape], *, in_use: bool) -> Vector:
     rows, drafts, passes, _, sync = np.array(shapes, dtype=float).T
     any_drafts, used = drafts > 0, np.full(len(shapes), float(in_use))
     others = [np.ones(len(shapes)), any_drafts, any_drafts * rows, passes, passes * rows]
-    others += [[shape.padding for shape in shapes], rows - 1, used, used * rows]
-    others += [sync, sync * rows]
+    others += [[shape.padding for shape in shapes], rows - 1, used, used * rows, sync, sync * rows]
     slopes = np.clip((rows + drafts)[:, None] - _KNOTS[:-1], 0.0, np.diff(_KNOTS))
     return np.concatenate([np.stack(others, axis=1), slopes], axis=1)
 

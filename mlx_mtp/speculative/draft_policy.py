@@ -73,7 +73,7 @@ class Choice(NamedTuple):
 class ChoiceReason(NamedTuple):
     """The estimates behind a choice, and those for 0, 1, 2, .. drafts of the head per row."""
 
-    num_rows: int  # with the requests whose prompts are not complete
+    num_rows: int  # includes requests that wait for a row
     drafts: dict[str, int]  # chosen drafts of all rows, by source
     cost: float  # cost of a step with these drafts, relative to one without drafts
     num_tokens: float  # expected tokens of such a step
@@ -124,7 +124,7 @@ class FixedDrafts:
         self.choices: dict[int, float] = {}
         self.reason: ChoiceReason | None = None
 
-    def choose(self, rows: DraftRows, *, steady: bool) -> Choice:
+    def choose(self, rows: DraftRows, *, steady: bool, waiting: int = 0) -> Choice:
         depth = self.choices[len(rows)] = self._num_draft_tokens
         head = tuple(depth if row.fixed is None else row.fixed for row in rows)
         return Choice(head, (0,) * len(rows))
@@ -137,7 +137,7 @@ def _expected(costs: BatchCosts, windows: Acceptance, passes: int) -> tuple[floa
     """Returns expected tokens and cost of a step, given its windows."""
     counts = [*map(len, windows)]
     shape = StepShape(len(counts), sum(counts), passes, max(counts))
-    return len(counts) + sum(map(sum, windows)), costs.cost(shape)
+    return costs.others + len(counts) + sum(map(sum, windows)), costs.cost(shape)
 
 
 class BestWindows(NamedTuple):
@@ -161,7 +161,7 @@ def best_windows(costs: BatchCosts, waiting: Acceptance, host: Acceptance) -> Be
     gains = [[0.0, *accumulate(run)] for run in host]
     best = BestWindows((), 0.0, 1.0)
     for limit in _LIMITS:
-        copies, windows, tokens = [0] * size, [*map(len, waiting)], size + sum(own)
+        copies, windows, tokens = [0] * size, [*map(len, waiting)], costs.others + size + sum(own)
         for row, count in enumerate(most):
             count = min(count, limit)
             gain = gains[row][count] - own[row]
@@ -192,18 +192,19 @@ class AdaptiveDrafts:
         self._unmeasured = 0  # steps for which no step without drafts was measured
         self._sync, self._gain, self._since_gain = False, 0.0, 0  # see `_reads_first`
 
-    def choose(self, rows: DraftRows, *, steady: bool) -> Choice:
+    def choose(self, rows: DraftRows, *, steady: bool, waiting: int = 0) -> Choice:
         """Choose the drafts of `rows`; `steady` is True if no chunk is prefilled in this step."""
         head = self._head_rates.cumulative_acceptance()
         host = list[list[float]]()
         for row in rows:
             row.source, run = row.offer(min(row.ahead, row.expected))
             host.append(run)
-        waiting = [head[: row.waiting] for row in rows]
-        costs, windows = self._costs.of_batch(len(rows), sync=self._sync), (0,) * len(rows)
-        plain = self._must_measure_plain(len(rows))
+        drafted = [head[: row.waiting] for row in rows]
+        # Drafts delay requests that are `waiting` for a row: they must pay in the batch with these.
+        costs = self._costs.of_batch(len(rows), sync=self._sync, others=waiting)
+        plain, windows = self._must_measure_plain(len(rows)), (0,) * len(rows)
         if any(host) and not (plain or self._probes_head):
-            windows = best_windows(costs, waiting, host).host
+            windows = best_windows(costs, drafted, host).host
         copied = [run[:count] for run, count in zip(host, windows)]
         self._since_review += 1
         changed = not steady or len(rows) != self._num_rows
@@ -212,7 +213,7 @@ class AdaptiveDrafts:
         depth = 0 if plain else self._depth_or_probe(len(rows), changed)
         self._probes_head = depth > self._depth
         counts = tuple(depth if row.fixed is None else row.fixed for row in rows)
-        for row, count, own, copies in zip(rows, counts, waiting, windows):
+        for row, count, own, copies in zip(rows, counts, drafted, windows):
             row.waiting, row.expected = count, 1 + (copies or sum(own, 0.0))
         self._sync = not plain and any(r.host for r in rows) and self._reads_first(rows, head)
         choice = Choice(counts, windows, self._sync)
@@ -296,7 +297,7 @@ class AdaptiveDrafts:
         self.choices[len(rows)] = sum(drafts.values()) / len(rows)
         tokens, cost = _expected(costs, windows, max(choice.head))
         by_depth = tuple(zip(*self._expected))
-        self.reason = ChoiceReason(len(rows), drafts, cost, tokens, by_depth[1], by_depth[0])
+        self.reason = ChoiceReason(len(rows) + costs.others, drafts, cost, tokens, *by_depth[::-1])
 
 
 DraftPolicy = FixedDrafts | AdaptiveDrafts

@@ -167,9 +167,8 @@ class NgramSource:
         """Add an answer to the text of its salt."""
         if not self._limit or len(answer) <= GRAM:
             return
-        text = self._texts.pop(salt, None)
-        self.nbytes -= 0 if text is None else text.nbytes
-        text = text or NgramIndex()
+        text = self._texts.pop(salt, None) or NgramIndex()
+        self.nbytes -= text.nbytes if text.tokens else 0
         text.extend([_SEPARATOR, *answer])
         if text.nbytes > self._limit:
             # An index takes at most 16 bytes per token. Cut to half of the limit, so cuts are rare.

@@ -32,11 +32,14 @@ def test_a_chunk_attends_to_the_same(start, length, block):
     cache.buffers[buffer] = normal(lines, DIM, seed=start)
     queries = normal(length, HEADS, DIM, seed=7)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(attention, "_CPU_BLOCK", block)
-        found = cache.attend(packing, queries, DIM**-0.5)
         patched.setattr(attention, "attends_in_blocks", lambda _: False)
         expected = cache.attend(packing, queries, DIM**-0.5)
-    np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)
+        patched.setattr(attention, "attends_in_blocks", lambda _: True)
+        for backend, size in ((None, "_CPU_BLOCK"), ("metal", "BLOCK")):
+            patched.setattr(gpu, "backend", lambda backend=backend: backend)
+            patched.setattr(attention, size, block)
+            found = cache.attend(packing, queries, DIM**-0.5)
+            np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)
     known = Packing(layout, mx.array([start], dtype=mx.int32), [length])
     known.ends = [start + length]
     asked = []

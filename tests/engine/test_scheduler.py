@@ -160,20 +160,18 @@ def test_the_policy_learns_of_decode_steps_alone():
 
 
 @pytest.mark.parametrize(("memory", "counted"), [(None, [0, 3, 4]), (100, [0, 0, 0])])
-def test_requests_with_incomplete_prompts_count_as_rows_without_drafts(
-    monkeypatch, memory, counted
-):
+def test_the_policy_learns_how_many_requests_wait_for_a_row(monkeypatch, memory, counted):
     """At most `max_num_seqs` rows count, and no request that waits for memory."""
     policy, asked = scheduler(memory, max_num_seqs=6, prefill_step_size=8), []
     decoding(policy, "ab")
     choose = policy._drafts.choose
     monkeypatch.setattr(
-        policy._drafts, "choose", lambda rows, **how: asked.append(rows) or choose(rows, **how)
+        policy._drafts, "choose", lambda rows, **how: asked.append(how) or choose(rows, **how)
     )
     for count, others in zip((0, 3, 2), counted):
         add(policy, **{f"{count} {n}": 90 for n in range(count)})
         assert [row.num_proposed for row in policy.schedule().decode] == [2, 2]
-        assert [row.fixed for row in asked[-1]] == [None] * 2 + [0] * others
+        assert asked[-1]["waiting"] == others
 
 
 @settings(max_examples=150, deadline=None)

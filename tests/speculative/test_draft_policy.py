@@ -649,7 +649,6 @@ def test_never_slower_than_any_fixed_choice(size, copies):
 
 
 def test_drafts_of_few_rows_must_pay_in_the_batch_that_others_will_join():
-    """The scheduler passes requests that wait as rows without drafts."""
     parts, costs = Parts(lambda n: 10 + 1.0 * n, head=(0.5, 0.02)), StepCosts()
     calibrate(parts, costs)
     policy = AdaptiveDrafts(costs)
@@ -657,7 +656,8 @@ def test_drafts_of_few_rows_must_pay_in_the_batch_that_others_will_join():
     rows = [RowDrafting() for _ in range(4)]
     # A draft gains 0.5 tokens per millisecond; without drafts 4 rows emit 0.3, and 32 rows 0.8.
     assert min(policy.choose(rows, steady=False).head) > 0
-    assert max(policy.choose([*rows, *[RowDrafting(fixed=0)] * 28], steady=False).head) == 0
+    assert max(policy.choose(rows, steady=False, waiting=28).head) == 0
+    assert policy.choices.keys() == {4} and policy.reason.num_rows == 32
 
 
 class Repeating(Run):

@@ -104,7 +104,7 @@ class Erratic:
         self.reason = None
         self.planned: list[int] = []
 
-    def choose(self, rows: list[RowDrafting], *, steady: bool) -> Choice:
+    def choose(self, rows: list[RowDrafting], *, steady: bool, waiting: int = 0) -> Choice:
         assert rows
         even = self.random.random() < 0.5
         first = self.depth(steady)
