@@ -26,9 +26,9 @@ def cheap(head: bool = True, draft: float = 0.05, gap: float = 9.0) -> AdaptiveD
     """
     costs = StepCosts()
 
-    def of_batch(rows: int, *, sync: bool) -> BatchCosts:
-        verify = [1.0 + gap * sync + 0.02 * n / rows for n in range(16 * rows + 1)]
-        return BatchCosts(verify, [draft * n for n in range(9)], 0.0)
+    def of_batch(rows: int, *, sync: bool, others: int = 0) -> BatchCosts:
+        verify = [1.0 + gap * sync + 0.02 * n / (rows + others) for n in range(16 * rows + 1)]
+        return BatchCosts(verify, [draft * n for n in range(9)], 0.0, others)
 
     costs.of_batch = of_batch
     return AdaptiveDrafts(costs, 8 if head else 0)
