@@ -83,5 +83,4 @@ def fingerprint(model: LoadedModel, num_draft_ids: int | None, sources: Sequence
         [str(mx.default_device()), platform.platform(), os.cpu_count(), metadata.version("mlx")],
         [__version__, *sources, num_draft_ids],
     ]
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

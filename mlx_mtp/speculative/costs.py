@@ -7,7 +7,7 @@ use, and while no request runs (`mlx_mtp/calibration`); `table` carries costs to
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from statistics import median_low
 from typing import NamedTuple
 
@@ -123,22 +123,23 @@ class StepCosts:
         self._steps: list[tuple[StepShape, float]] = []  # steps of the incomplete block
         # The first launch of a shape is not measured: it compiles kernels and fills buffer pools.
         self._seen = set[tuple[float, ...]]()
-        # Rows of the last step; the head's drafts in each, None if unequal or the host's; sync.
-        self._kind: tuple[int, float | None, bool] = 0, None, False
+        # Rows, passes and sync of the last step; how many of the next steps are not measured.
+        self._kind, self._num_new = (0, 0, False), 0
 
     def observe(self, shape: StepShape, seconds: float | None) -> None:
         """Learn from a step in use; `seconds` is None if its time is not known."""
-        rows, drafts, passes, longest, sync = shape
-        kind = rows, longest if drafts == rows * passes == rows * longest else None, sync
-        is_new, launch = self._kind != kind, (rows, passes, longest)
-        if is_new or not seconds or len(self._steps) == _BLOCK:
+        rows, _, passes, longest, sync = shape
+        kind, launch = (rows, passes, sync), (rows, passes, longest)
+        if kind != self._kind:
+            # A step also commits the windows of the step before, and these were drafted before it.
+            self._num_new = 1 + (passes != self._kind[1])
+        if self._num_new or not seconds or len(self._steps) == _BLOCK:
             self._end_block()
-        self._kind = kind
-        # A step also commits the windows of the step before, so that should have been of its kind.
-        if seconds and launch in self._seen and not is_new:
+        if seconds and launch in self._seen and not self._num_new:
             self._steps.append((shape, seconds))
         elif seconds:
             self._seen.add(launch)
+        self._kind, self._num_new = kind, max(self._num_new - 1, 0)
 
     def of_batch(self, rows: int, *, sync: bool = False, others: int = 0) -> BatchCosts:
         rows += others
@@ -164,7 +165,7 @@ class StepCosts:
         steps = [cell for cell in table if cell.kind in (MTP, HOST, RAGGED, SYNC, USE)]
         self._table |= {cell: table[cell] for cell in steps}
         self._times |= Counter(steps * 2)
-        self._mean, self._covariance = _prior()  # of the coefficients
+        self._mean, self._covariance = map(np.copy, _prior())  # of the coefficients
         self._unit = 0.0  # seconds of the prior's unit; 0: not known yet
         self._batch_costs: dict[int, tuple[BatchCosts, BatchCosts]] = {}
         for cell, seconds in sorted(self._table.items(), key=lambda each: each[0][1:]):
@@ -187,10 +188,10 @@ class StepCosts:
         self._covariance *= np.sqrt(np.outer(1.0 - forgotten, 1.0 - forgotten))
         self._covariance += np.diag(forgotten * np.diag(_prior()[1])) * self._unit**2
         self._learn(features, seconds)
-        rows, depth, sync = self._kind
-        if depth is not None and not sync:
-            self._table[CostKey(USE, rows, depth)] = seconds
-            self._times[CostKey(USE, rows, depth)] += 1
+        key = CostKey(USE, *self._kind[:2])
+        if {*shapes} == {key.shape}:
+            self._table[key] = seconds
+            self._times[key] += 1
 
     def _learn(self, features: Vector, seconds: float) -> None:
         speed = _SPEED_CHANGES
@@ -245,6 +246,7 @@ def _features(shapes: Sequence[StepShape], *, in_use: bool) -> Vector:
     return np.concatenate([np.stack(others, axis=1), slopes], axis=1)
 
 
+@cache
 def _prior() -> tuple[Vector, Vector]:
     """Returns mean and covariance of all coefficients, relative to a step of one token."""
     means, deviations = zip(*_PRIOR)

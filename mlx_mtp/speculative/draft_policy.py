@@ -101,11 +101,10 @@ class HeadRates:
         memory = 1.0 - 0.02 / math.sqrt(max(len(windows), 1))
         for num_drafts, num_gained in windows:
             for position in range(min(num_gained + 1, num_drafts)):
-                is_accepted = position < num_gained
-                self._tried[position] = self._tried[position] * memory + 1.0
-                self._accepted[position] = self._accepted[position] * memory + is_accepted
-        self._tried = [_FADE * tried for tried in self._tried]
-        self._accepted = [_FADE * accepted for accepted in self._accepted]
+                for counts, count in (self._tried, 1.0), (self._accepted, position < num_gained):
+                    counts[position] = counts[position] * memory + count
+        for counts in self._tried, self._accepted:
+            counts[:] = [_FADE * count for count in counts]
 
     def cumulative_acceptance(self) -> list[float]:
         """Returns the cumulative acceptance of the first, second, .. draft of a window."""
@@ -296,8 +295,8 @@ class AdaptiveDrafts:
             drafts[row.source if count else MTP] += count or num_proposed
         self.choices[len(rows)] = sum(drafts.values()) / len(rows)
         tokens, cost = _expected(costs, windows, max(choice.head))
-        by_depth = tuple(zip(*self._expected))
-        self.reason = ChoiceReason(len(rows) + costs.others, drafts, cost, tokens, *by_depth[::-1])
+        size, by_depth = len(rows) + costs.others, [*zip(*self._expected)]
+        self.reason = ChoiceReason(size, drafts, cost, tokens, *by_depth[::-1])
 
 
 DraftPolicy = FixedDrafts | AdaptiveDrafts

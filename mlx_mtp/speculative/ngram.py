@@ -28,7 +28,7 @@ OBJECTS = 640  # bytes of an index and of its key, without the index's arrays
 _FACTOR, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 _SEPARATOR = -1  # between answers; not a token's id
 _PRIOR_TRIALS = 2.0  # weight, in trials, of the prior in the rates of all requests
-_POOL_TRIALS = 16.0  # weight, in trials, of the rates of all requests in those of one request
+_POOL_TRIALS = 64.0  # weight, in trials, of the rates of all requests in those of one request
 _PRIORS = (0.35, 0.6, 0.8, 0.9, 0.95, 0.97)  # prior rates by class of match length
 # The class of each match length; classes begin at 0, 4, 8, 16, 32 and 64 tokens.
 _CLASSES = [min(max(n.bit_length() - 2, 0), 5) for n in range(MOST_MATCH + MAX_RUN + 1)]
@@ -148,7 +148,7 @@ class NgramSource:
         self.nbytes = 0
         # Prompts of running requests, by salt and prompt: a request's n choices share an index.
         self._prompts: WeakValueDictionary[Hashable, NgramIndex] = WeakValueDictionary()
-        self._rates = [NgramRates(0.99), NgramRates(0.99)]  # of all requests, by `of_others`
+        self._rates = [NgramRates(0.997), NgramRates(0.997)]  # of all requests, by `of_others`
 
     def drafter(
         self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False

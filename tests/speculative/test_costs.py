@@ -200,11 +200,38 @@ def test_long_windows_among_short_ones_are_not_taken_for_delays():
         assert costs.of_batch(8).cost(shape) == pytest.approx(true, rel=0.1)
 
 
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_copy_now_and_then_is_measured_with_the_steps_beside_it(passes):
+    """One row copies in a sixth of the steps, and that costs three times what was calibrated."""
+    own = StepShape(16, 16 * passes, passes, passes)
+    copy = StepShape(16, 15 * passes + 8, passes, 8)
+    price = 0.4
+
+    def seconds(shape: StepShape) -> float:
+        return 0.01 * (1.0 + 0.5 * shape.passes + price * (shape.longest > shape.passes))
+
+    costs = calibrated(seconds, ((MTP, 16, (1, 2)), (RAGGED, 16, (8,))))
+    price = 1.2
+
+    def error() -> float:
+        of_batch = costs.of_batch(16)
+        extra = of_batch.cost(copy) / of_batch.cost(own) - 1.0
+        return extra / (seconds(copy) / seconds(own) - 1.0) - 1.0
+
+    before = error()
+    chance = random.Random(0)
+    for _ in range(400):
+        shape = chance.choice([own, own, own, own, own, copy])
+        costs.observe(shape, seconds(shape))
+    assert before < -0.5
+    assert abs(error()) < 0.25
+
+
 def test_the_first_step_of_a_kind_is_not_measured():
     """It takes twice as long, as it commits the windows of the step before it."""
     costs = calibrated()
     for _ in range(20):
-        for seconds in (0.02, 0.01, 0.01, 0.01):
+        for seconds in (0.02, 0.01, 0.01, 0.01, 0.01):
             costs.observe(even(1, 0), seconds)
         costs.observe(even(1, 3), 0.01 * TRUE[3])
     assert costs.table()[CostKey(USE, 1, 0)] == pytest.approx(0.01)
