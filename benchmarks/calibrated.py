@@ -39,7 +39,7 @@ _COLORS = {"head": "#1f77b4", "copies": "#d95f02"}
 class _Draft(NamedTuple):
     source: str
     estimated: float
-    accepted: bool  # this draft and all before it in its window
+    accepted: bool  # this draft and all before it in its window were emitted
 
 
 class _Step(NamedTuple):
@@ -85,8 +85,8 @@ class Watch:
         for each in step.rows:
             source = "head" if each.source == MTP else "copies"
             estimates = self._estimates.pop(each, ())[: each.num_verified]
-            # Nothing is known of the drafts after an answer's end.
-            if each.num_cached and not each.finished:
+            # As in `HeadRates`, drafts after an answer's end count as rejected.
+            if each.num_cached:
                 for place, estimate in enumerate(estimates):
                     self.drafts.append(_Draft(source, estimate, place < each.num_accepted))
         self._copies = any(each.source != MTP for each in step.rows)
@@ -116,8 +116,8 @@ def calibrated(
 
     The bundled model answers greedy requests by default settings, without HTTP; each number of
     streams has an engine of its own, which has calibrated its costs before. A draft's estimate is
-    the probability that it and all drafts before it in its window are accepted; drafts of windows
-    that end an answer are left out. A step's cost is relative to a step without drafts. As few
+    the probability that it and all drafts before it in its window are emitted; those after an
+    answer's end are not. A step's cost is relative to a step without drafts. As few
     steps have no drafts, measured costs are scaled so that the median of measured over estimated
     cost is 1 for each number of rows.
 
