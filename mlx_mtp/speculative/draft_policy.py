@@ -27,8 +27,8 @@ _GOES_ON = 0.85  # probability that rows that copy do so in the next step, too
 _TYPICAL, _LIMITS = 4, (0, 1, 2, 3, 4, 5, 6, 8, 10, 13, MAX_HOST_DRAFTS)
 _STEPS_PER_REVIEW = 8  # if no row copies, no chunk is prefilled and the number of rows is unchanged
 # A probe is _PROBE_STEPS steps with one more draft of the head per row, or without drafts. If there
-# are none, it has the best number of them: only drafts show acceptance rates. Between two probes
-# are _LONG_REST steps; _REST if the cost is unknown, before the first, and after an interruption.
+# are none, it has the best number of them, in some _PROBE_STEPS windows if their cost is known. The
+# rest after it has _LONG_REST steps; _REST if a cost is unknown, at first, after an interruption.
 # If no step without drafts was measured after _REST steps, up to _PLAIN_STEPS have none.
 _REST, _LONG_REST, _PROBE_STEPS, _PLAIN_STEPS = 48, 1024, 5, 10
 # Steps per estimate of the gain of reading first, and the weight of an estimate in their mean.
@@ -125,8 +125,7 @@ class FixedDrafts:
 
     def choose(self, rows: DraftRows, *, steady: bool, waiting: int = 0) -> Choice:
         depth = self.choices[len(rows)] = self._num_draft_tokens
-        head = tuple(depth if row.fixed is None else row.fixed for row in rows)
-        return Choice(head, (0,) * len(rows))
+        return Choice(tuple(depth if r.fixed is None else r.fixed for r in rows), (0,) * len(rows))
 
     def observe(self, head: Sequence[HeadWindow], shape: StepShape, seconds: float | None) -> None:
         pass
@@ -280,7 +279,8 @@ class AdaptiveDrafts:
         more = min(self._depth + 1 if self._depth else self._best_drafted, self._most)
         is_unknown = not self._costs.has_measured(num_rows, more)
         rest = _REST if is_unknown else _LONG_REST
-        if self._since_probe > rest + (0 if changed else _PROBE_STEPS):
+        steps = _PROBE_STEPS if is_unknown or self._depth else math.ceil(_PROBE_STEPS / num_rows)
+        if self._since_probe > rest + (0 if changed else steps):
             self._since_probe = rest - _REST if changed else 0
         if self._since_probe <= rest:
             return self._depth

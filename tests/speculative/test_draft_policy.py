@@ -266,6 +266,7 @@ def test_a_spoiled_head_costs_at_most_2_percent(table, size):
     policy = calibrated(table, size)
     plain = size / table[size][0] * 100
     assert machine.run(policy, size, 300) > 0.94 * plain  # while it learns that
+    assert size < 16 or machine.drafted < 10  # one step of many rows is enough for a probe
     machine.drafted = 0
     assert machine.run(policy, size, 1500) > 0.98 * plain
     assert machine.drafted < 0.1 * 1500  # it is tried now and then
