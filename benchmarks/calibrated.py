@@ -117,9 +117,9 @@ def calibrated(
     The bundled model answers greedy requests by default settings, without HTTP; each number of
     streams has an engine of its own, which has calibrated its costs before. A draft's estimate is
     the probability that it and all drafts before it in its window are emitted; those after an
-    answer's end are not. A step's cost is relative to a step without drafts. As few
-    steps have no drafts, measured costs are scaled so that the median of measured over estimated
-    cost is 1 for each number of rows.
+    answer's end are not. A step's cost is relative to a step without drafts. As few steps have no
+    drafts, measured costs are scaled so that the median of measured over estimated cost is 1 for
+    each number of rows.
 
     Args:
         work: kinds of requests, as in `never_slower`

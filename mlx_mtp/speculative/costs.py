@@ -131,7 +131,7 @@ class StepCosts:
         rows, _, passes, longest, sync = shape
         kind, launch = (rows, passes, sync), (rows, passes, longest)
         if kind != self._kind:
-            # A step also commits the windows of the step before, and these were drafted before it.
+            # A step commits the windows of the step before, drafted in the one before that.
             self._num_new = 1 + (passes != self._kind[1])
         if self._num_new or not seconds or len(self._steps) == _BLOCK:
             self._end_block()

@@ -388,6 +388,19 @@ def test_a_position_counts_only_where_those_before_it_were_right():
     assert pool.cumulative_acceptance()[2] > 0.4 > chances[2]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_few_trials_of_a_request_change_its_rate_of_copies_little(seed):
+    """The copies of 16 requests are equally good: what differs after ten trials is chance."""
+    chance, pool = random.Random(seed), NgramRates(0.997)
+    requests = [NgramRates(0.97) for _ in range(16)]
+    for _, own in itertools.product(range(10), requests):
+        is_right = chance.random() < 0.8
+        for rates in (own, pool):
+            rates.observe(8, int(is_right), missed=not is_right)
+    estimates = [own.cumulative_acceptance(8, 1, pool)[0] for own in requests]
+    assert max(estimates) - min(estimates) < 0.1
+
+
 def test_ngram_drafts_are_rated_by_the_length_of_the_match_before_them():
     row, pool = NgramRates(0.97), NgramRates(0.99)
     first = row.cumulative_acceptance(3, 16, pool)
