@@ -219,8 +219,8 @@ class Scheduler:
             alone = sequence.request.sampling.optimistic > 0
             salt = sequence.prefix.salt
             row.host = self._host_sources.drafters(sequence.copied, salt, alone=alone)
-        for drafter in row.host.values():
-            drafter.extend(tokens)
+        if row.host:
+            row.unread += tokens
 
     def _drop(self, sequence: Sequence) -> None:
         """End a sequence that was cancelled or failed."""

@@ -31,6 +31,9 @@ _STEPS_PER_REVIEW = 8  # if no row copies, no chunk is prefilled and the number 
 # rest after it has _LONG_REST steps; _REST if a cost is unknown, at first, after an interruption.
 # If no step without drafts was measured after _REST steps, up to _PLAIN_STEPS have none.
 _REST, _LONG_REST, _PROBE_STEPS, _PLAIN_STEPS = 48, 1024, 5, 10
+# As looking for runs takes time, too: after N steps without any, the next look is N / _WAIT_SHARE
+# steps after the last one, but at most _LONGEST_WAIT.
+_WAIT_SHARE, _LONGEST_WAIT = 4, 8
 # Steps per estimate of the gain of reading first, and the weight of an estimate in their mean.
 _STEPS_PER_GAIN, _FOLLOW = 3, 0.2
 
@@ -41,6 +44,7 @@ class RowDrafting:
 
     fixed: int | None = None  # number of the head's drafts per step, if its request sets it
     host: dict[str, HostDrafter] = field(default_factory=dict)  # by source
+    unread: list[int] = field(default_factory=list)  # tokens that these have not read yet
     source: str = ""  # source of the run that is verified if the row copies
     waiting: int = 0  # drafts of the head for the row's next window
     ahead: int = 0  # maximum number of tokens that the row's window in flight can emit
@@ -51,6 +55,10 @@ class RowDrafting:
 
         A window in flight emits the first `ahead` tokens of the run.
         """
+        if self.unread:
+            for drafter in self.host.values():
+                drafter.extend(self.unread)
+            self.unread = []
         runs = {name: each.cumulative_acceptance(round(ahead)) for name, each in self.host.items()}
         return max(runs.items(), key=lambda each: sum(each[1])) if runs else ("", [])
 
@@ -186,17 +194,29 @@ class AdaptiveDrafts:
         self._depth = self._best_drafted = self._num_rows = 0
         self._expected: list[tuple[float, ...]] = [(0.0, 1.0)]  # tokens and cost by these drafts
         self._since_review, self._since_probe = 0, _LONG_REST - _REST  # steps since the last one
+        self._rest = 0  # steps between probes
+        self._since_run = self._wait = 0  # steps since one with a run; until the next look for one
+        self._idle = False  # the last choice had no drafts, and none were in flight
         self._probes_head = False  # the windows that wait are a probe: they are verified
         self._unmeasured = 0  # steps for which no step without drafts was measured
         self._sync, self._gain, self._since_gain = False, 0.0, 0  # see `_reads_first`
 
     def choose(self, rows: DraftRows, *, steady: bool, waiting: int = 0) -> Choice:
         """Choose the drafts of `rows`; `steady` is True if no chunk is prefilled in this step."""
+        self._since_review, self._since_run = self._since_review + 1, self._since_run + 1
+        changed, joined = len(rows) != self._num_rows, not steady or len(rows) > self._num_rows
+        changed = changed or joined
+        self._wait = 0 if changed else self._wait - 1
+        if self._wait > 0 and self._idle and self._since_probe < self._rest:
+            self._since_probe += 1
+            return Choice((0,) * len(rows), (0,) * len(rows))
         head = self._head_rates.cumulative_acceptance()
-        host = list[list[float]]()
-        for row in rows:
-            row.source, run = row.offer(min(row.ahead, row.expected))
-            host.append(run)
+        host: list[list[float]] = [[] for _ in rows]
+        if looks := self._wait <= 0:
+            for number, row in enumerate(rows):
+                row.source, host[number] = row.offer(min(row.ahead, row.expected))
+            self._since_run = 0 if joined or any(host) else self._since_run
+            self._wait = min(self._since_run // _WAIT_SHARE, _LONGEST_WAIT)
         drafted = [head[: row.waiting] for row in rows]
         # Drafts delay requests that are `waiting` for a row: they must pay in the batch with these.
         costs = self._costs.of_batch(len(rows), sync=self._sync, others=waiting)
@@ -204,8 +224,6 @@ class AdaptiveDrafts:
         if any(host) and not (plain or self._probes_head):
             windows = best_windows(costs, drafted, host).host
         copied = [run[:count] for run, count in zip(host, windows)]
-        self._since_review += 1
-        changed = not steady or len(rows) != self._num_rows
         if changed or any(windows) or self._since_review >= _STEPS_PER_REVIEW:
             self._review(costs, rows, head, copied)
         depth = 0 if plain else self._depth_or_probe(len(rows), changed)
@@ -213,7 +231,10 @@ class AdaptiveDrafts:
         counts = tuple(depth if row.fixed is None else row.fixed for row in rows)
         for row, count, own, copies in zip(rows, counts, drafted, windows):
             row.waiting, row.expected = count, 1 + (copies or sum(own, 0.0))
-        self._sync = not plain and any(r.host for r in rows) and self._reads_first(rows, head)
+        self._sync = not plain and looks and any(r.host for r in rows)
+        self._sync = self._sync and self._reads_first(rows, head)
+        is_plain = not (any(drafted) or any(windows) or any(counts))
+        self._idle = is_plain and self._rest == _LONG_REST
         choice = Choice(counts, windows, self._sync)
         self._note(costs, rows, choice, [run or head[:n] for run, n in zip(copied, counts)])
         return choice
@@ -278,7 +299,7 @@ class AdaptiveDrafts:
         self._since_probe += 1
         more = min(self._depth + 1 if self._depth else self._best_drafted, self._most)
         is_unknown = not self._costs.has_measured(num_rows, more)
-        rest = _REST if is_unknown else _LONG_REST
+        self._rest = rest = _REST if is_unknown else _LONG_REST
         steps = _PROBE_STEPS if is_unknown or self._depth else math.ceil(_PROBE_STEPS / num_rows)
         if self._since_probe > rest + (0 if changed else steps):
             self._since_probe = rest - _REST if changed else 0

@@ -64,8 +64,8 @@ class DeferredWrites:
         assert not (self._deferred or other._deferred)
 
     def arrays(self) -> list[mx.array]:
-        """Returns the arrays that must be evaluated with a step."""
-        return [array for window in self._deferred for array in window]
+        """Returns the arrays that must be evaluated with a step: those of the latest window."""
+        return [*self._deferred[-1]] if self._deferred else []
 
 
 class MTPDrafter:
