@@ -70,10 +70,14 @@ class Watch:
 
     def choose(self, policy: Any, rows: Sequence[RowDrafting], **how: Any) -> Choice:
         head = policy._head_rates.cumulative_acceptance()
+        before = [(each, min(each.ahead, each.expected), each.waiting) for each in rows]
+        choice = _CHOOSE(policy, rows, **how)
+        # A row with unread tokens was not asked for a run.
         self._offered = [
-            (each.offer(min(each.ahead, each.expected))[1], head[: each.waiting]) for each in rows
+            ([] if each.unread else each.offer(ahead)[1], head[:waiting])
+            for each, ahead, waiting in before
         ]
-        return _CHOOSE(policy, rows, **how)
+        return choice
 
     def plan(self, scheduler: Scheduler, chunk: Any, decode: tuple[StepRow, ...]) -> bool:
         sync = _PLAN(scheduler, chunk, decode)

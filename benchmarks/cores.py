@@ -151,6 +151,8 @@ class TellingDrafter(MTPDrafter):
         self, state: DeferredWrites, window: Computed, num_drafts: Many[int], sampler: TokenSampler
     ) -> mx.array:
         drafts = super().propose(state, window, num_drafts, sampler)
+        if not any(num_drafts):
+            return drafts
         first = window.packing.positions[window.last] + 2
         positions = first[:, None] + mx.arange(drafts.shape[1])
         is_right = _taken(self._draws, positions, sampler) < self.rate

@@ -123,14 +123,14 @@ _Result = tuple[list[HeadWindow], StepShape, float]
 
 
 class _Row(RowDrafting):
-    """A running request with `at` tokens of its answer; `unread` are those of the last step."""
+    """A running request with `at` tokens of its answer; `in_flight` are those of the last step."""
 
-    __slots__ = ("at", "pending", "text", "unread")
+    __slots__ = ("at", "in_flight", "pending", "text")
 
     def __init__(self, text: _Text, source: NgramSource | None) -> None:
         super().__init__()
         self.text, self.at, self.pending = text, 1, 0  # pending drafts of the head
-        self.unread: Sequence[int] = ()
+        self.in_flight: Sequence[int] = ()
         if source is not None:
             self.host["copy"] = source.drafter(text.prompt, None)
             self.host["copy"].extend(text.answer[:1])
@@ -164,7 +164,7 @@ def _replay(
             run: Sequence[int] = ()
             if to_copy:
                 # The copy begins after the last step's tokens, which the policy hasn't seen yet.
-                run = row.host[row.source].next_run[len(row.unread) :][: min(to_copy, left)]
+                run = row.host[row.source].next_run[len(row.in_flight) :][: min(to_copy, left)]
             count = len(run) or row.pending
             following = row.text.answer[row.at : row.at + count]
             hits = [a == b for a, b in zip(run, following)]
@@ -186,11 +186,10 @@ def _replay(
             result, emitted = unread.pop(0)
             policy.observe(*result)
             for row, new in emitted:
-                row.unread = ()
-                for drafter in row.host.values():
-                    drafter.extend(new)
+                row.in_flight = ()
+                row.unread += new
         for row, new in unread[0][1] if unread else ():
-            row.unread = new
+            row.in_flight = new
         for place, row in enumerate(rows):
             if row.at == len(row.text.answer) and (text := next(waiting, None)) is not None:
                 rows[place], steady = _Row(text, source), False

@@ -115,8 +115,7 @@ class Calibrator:
     steps with one number of rows and of drafts. If a request arrives, the current step is completed
     and the cell is restarted later. Chunks come first, from short to long. After the first two
     lengths, those expected to take longer than `--max-decode-pause` are skipped, as an arriving
-    request would wait for them. Without that limit chunk costs are not used, nor measured. Cells
-    have a scheduler and a core of their own: the server's counters and rates don't change.
+    request would wait for them. Without that limit chunk costs are not used, nor measured.
     """
 
     def __init__(
@@ -232,6 +231,6 @@ def _requests(cell: CostKey, vocab_size: int) -> Iterator[Sequence]:
         request = Request(f"calibration-{row}", ids[:length], sampling)
         sequence = Sequence(request, (), most)
         if cell.kind in (HOST, RAGGED):  # A `HostDrafter` that offers arbitrary tokens.
-            run: Any = SimpleNamespace(next_run=ids[length:], of_others=False, extend=lambda _: 0)
+            run: Any = SimpleNamespace(next_run=ids[length:], of_others=False)
             sequence.drafting.host, sequence.drafting.source = {HOST: run}, HOST
         yield sequence

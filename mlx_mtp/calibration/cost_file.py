@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import stat
-import tempfile
 import time
 from collections.abc import Sequence
 from importlib import metadata
@@ -18,6 +17,7 @@ from mlx.utils import tree_flatten
 from pydantic import Field, TypeAdapter, ValidationError
 
 from mlx_mtp import __version__
+from mlx_mtp.kept import keep_json
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.speculative.costs import LEAST_COST, CostKey, Table
 
@@ -41,15 +41,9 @@ class CostFile:
 
     def save(self, table: Table) -> None:
         """Replace the file atomically; a failure is logged."""
-        if (path := self.path) is None:
-            return
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # A temporary folder is removed with its content, whatever fails.
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".step-costs-") as beside:
-                temporary = Path(beside) / path.name
-                temporary.write_text(json.dumps([(*key, cost) for key, cost in table.items()]))
-                os.replace(temporary, path)
+            if self.path is not None:
+                keep_json(self.path, [(*key, cost) for key, cost in table.items()])
         except OSError as error:
             logger.warning("Step costs are not kept for the next run: %s", error)
 

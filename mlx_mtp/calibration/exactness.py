@@ -5,7 +5,6 @@ of a decode step is computed for rows alone and beside others, then steps of the
 the bits are compared. A result without faults is kept for the next start.
 """
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from pydantic import BaseModel
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec
 from mlx_mtp.calibration.cost_file import fingerprint
+from mlx_mtp.kept import keep_json
 from mlx_mtp.kernels import attention, cases, gpu
 from mlx_mtp.kernels.row_check import row_problem
 from mlx_mtp.models.gemm.exact import batch_invariant, exact_cost, one_order_faults
@@ -307,9 +307,6 @@ def _recalled(model: LoadedModel, path: Path | None) -> Exactness | None:
 
 def _write(path: Path, found: Exactness) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".new")
-        beside.write_text(json.dumps(found.model_dump()))
-        beside.replace(path)
+        keep_json(path, found.model_dump())
     except OSError as error:
         logger.warning("The result of the check of exactness is not kept: %s", error)

@@ -88,8 +88,7 @@ class CostKey(NamedTuple):
         return StepShape(self.rows, drafts, passes, size, self.kind == SYNC)
 
 
-Table = Mapping[CostKey, float]
-"""Saved costs: seconds of decode steps; for chunks see `engine.chunk_costs`."""
+Table = Mapping[CostKey, float]  # seconds of decode steps; for chunks see `engine.chunk_costs`
 
 
 class BatchCosts(NamedTuple):
@@ -154,8 +153,7 @@ class StepCosts:
 
     def has_plain(self, rows: int) -> bool:
         """Returns True if steps of about `rows` rows without drafts were measured in use."""
-        plain = (cell.rows for cell in self._table if cell.kind == USE and not cell.size)
-        return any(0.6 < each / rows < 1.7 for each in plain)
+        return any(c.kind == USE and not c.size and 0.6 < c.rows / rows < 1.7 for c in self._table)
 
     def table(self) -> Table:
         return dict(self._table)

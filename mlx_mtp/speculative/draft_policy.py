@@ -31,8 +31,8 @@ _STEPS_PER_REVIEW = 8  # if no row copies, no chunk is prefilled and the number 
 # rest after it has _LONG_REST steps; _REST if a cost is unknown, at first, after an interruption.
 # If no step without drafts was measured after _REST steps, up to _PLAIN_STEPS have none.
 _REST, _LONG_REST, _PROBE_STEPS, _PLAIN_STEPS = 48, 1024, 5, 10
-# As looking for runs takes time, too: after N steps without any, the next look is N / _WAIT_SHARE
-# steps after the last one, but at most _LONGEST_WAIT.
+# Looking for runs takes time: after N steps without any, the policy waits N / _WAIT_SHARE steps
+# until it looks again, at most _LONGEST_WAIT.
 _WAIT_SHARE, _LONGEST_WAIT = 4, 8
 # Steps per estimate of the gain of reading first, and the weight of an estimate in their mean.
 _STEPS_PER_GAIN, _FOLLOW = 3, 0.2
@@ -55,19 +55,16 @@ class RowDrafting:
 
         A window in flight emits the first `ahead` tokens of the run.
         """
-        if self.unread:
-            for drafter in self.host.values():
-                drafter.extend(self.unread)
-            self.unread = []
+        tokens, self.unread = self.unread, []
+        for drafter in self.host.values() if tokens else ():
+            drafter.extend(tokens)
         runs = {name: each.cumulative_acceptance(round(ahead)) for name, each in self.host.items()}
         return max(runs.items(), key=lambda each: sum(each[1])) if runs else ("", [])
 
 
 DraftRows = Sequence[RowDrafting]
-Acceptance = Sequence[Sequence[float]]
-"""Cumulative acceptance of each row's drafts."""
-HeadWindow = tuple[int, int]
-"""A window's number of drafts of the head, and the number of tokens it emitted, minus one."""
+Acceptance = Sequence[Sequence[float]]  # cumulative, of each row's drafts
+HeadWindow = tuple[int, int]  # a window's drafts of the head, and the tokens it emitted, minus one
 
 
 class Choice(NamedTuple):
@@ -194,9 +191,9 @@ class AdaptiveDrafts:
         self._depth = self._best_drafted = self._num_rows = 0
         self._expected: list[tuple[float, ...]] = [(0.0, 1.0)]  # tokens and cost by these drafts
         self._since_review, self._since_probe = 0, _LONG_REST - _REST  # steps since the last one
-        self._rest = 0  # steps between probes
         self._since_run = self._wait = 0  # steps since one with a run; until the next look for one
-        self._idle = False  # the last choice had no drafts, and none were in flight
+        # The last choice had no drafts, and none were in flight; steps between probes.
+        self._idle, self._rest = False, 0
         self._probes_head = False  # the windows that wait are a probe: they are verified
         self._unmeasured = 0  # steps for which no step without drafts was measured
         self._sync, self._gain, self._since_gain = False, 0.0, 0  # see `_reads_first`
@@ -204,15 +201,15 @@ class AdaptiveDrafts:
     def choose(self, rows: DraftRows, *, steady: bool, waiting: int = 0) -> Choice:
         """Choose the drafts of `rows`; `steady` is True if no chunk is prefilled in this step."""
         self._since_review, self._since_run = self._since_review + 1, self._since_run + 1
-        changed, joined = len(rows) != self._num_rows, not steady or len(rows) > self._num_rows
-        changed = changed or joined
+        joined = not steady or len(rows) > self._num_rows
+        changed = joined or len(rows) < self._num_rows
         self._wait = 0 if changed else self._wait - 1
         if self._wait > 0 and self._idle and self._since_probe < self._rest:
             self._since_probe += 1
             return Choice((0,) * len(rows), (0,) * len(rows))
         head = self._head_rates.cumulative_acceptance()
         host: list[list[float]] = [[] for _ in rows]
-        if looks := self._wait <= 0:
+        if self._wait <= 0:
             for number, row in enumerate(rows):
                 row.source, host[number] = row.offer(min(row.ahead, row.expected))
             self._since_run = 0 if joined or any(host) else self._since_run
@@ -231,10 +228,8 @@ class AdaptiveDrafts:
         counts = tuple(depth if row.fixed is None else row.fixed for row in rows)
         for row, count, own, copies in zip(rows, counts, drafted, windows):
             row.waiting, row.expected = count, 1 + (copies or sum(own, 0.0))
-        self._sync = not plain and looks and any(r.host for r in rows)
-        self._sync = self._sync and self._reads_first(rows, head)
-        is_plain = not (any(drafted) or any(windows) or any(counts))
-        self._idle = is_plain and self._rest == _LONG_REST
+        self._sync = any(host) and not plain and self._reads_first(rows, head)
+        self._idle = self._rest == _LONG_REST and not any((*windows, *counts, *map(len, drafted)))
         choice = Choice(counts, windows, self._sync)
         self._note(costs, rows, choice, [run or head[:n] for run, n in zip(copied, counts)])
         return choice

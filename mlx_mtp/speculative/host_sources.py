@@ -1,8 +1,7 @@
 """Sources of drafts on the host, which a row can verify in place of the MTP head's drafts.
 
-The head drafts on the device, after a window and for the next one. These sources draft on the host,
-before a window is launched, from the tokens that have been read. To add a source, write a module
-with a class like `NgramSource`, and add its name to `config.HOST_DRAFTS` and to `_SOURCES`.
+The head drafts on the device, after a window and for the next one. These sources, named as in
+`config.HOST_DRAFTS`, draft on the host before a window is launched, from tokens that were read.
 """
 
 from collections.abc import Hashable, Sequence
@@ -43,9 +42,8 @@ class HostSources:
     def drafters(
         self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False
     ) -> dict[str, HostDrafter]:
-        """Returns a request's drafters by source; if `alone`, they use no other request.
-
-        Requests share answers only if they have the same `salt`.
+        """Returns a request's drafters by source; they use earlier answers of the same `salt`, but
+        none if `alone`.
         """
         return {name: s.drafter(prompt, salt, alone=alone) for name, s in self._sources.items()}
 

@@ -1,9 +1,8 @@
 """N-gram drafts: the tokens that followed an earlier occurrence of the text's last tokens.
 
 Also known as prompt lookup (vLLM's ngram proposer). An edited file is mostly a copy of the prompt,
-and an agent repeats its earlier answers. The last tokens of prompt and answer are searched in the
-request itself, then in earlier answers with the same cache_salt; the tokens after the longest match
-are the drafts. Indexing takes about a microsecond per token.
+and an agent repeats its earlier answers. The last tokens are searched in the request itself, then
+in earlier answers with the same cache_salt; the tokens after the longest match are the drafts.
 """
 
 from array import array
