@@ -111,6 +111,7 @@ class Batch:
         self.sequences += other.sequences
         self.cache.extend(other.cache)
         self.sampler.extend(other.sampler)
+        self.draft_state.extend(other.draft_state)
         self.num_drafts = self.num_drafts + other.num_drafts
         theirs, fill = other._row_arrays(), {"stop_ids": -1, "drafts": 0}
         for name, array in self._row_arrays().items():

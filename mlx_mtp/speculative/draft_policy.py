@@ -209,7 +209,7 @@ class AdaptiveDrafts:
             return Choice((0,) * len(rows), (0,) * len(rows))
         head = self._head_rates.cumulative_acceptance()
         host: list[list[float]] = [[] for _ in rows]
-        if self._wait <= 0:
+        if looks := self._wait <= 0:
             for number, row in enumerate(rows):
                 row.source, host[number] = row.offer(min(row.ahead, row.expected))
             self._since_run = 0 if joined or any(host) else self._since_run
@@ -228,8 +228,10 @@ class AdaptiveDrafts:
         counts = tuple(depth if row.fixed is None else row.fixed for row in rows)
         for row, count, own, copies in zip(rows, counts, drafted, windows):
             row.waiting, row.expected = count, 1 + (copies or sum(own, 0.0))
-        self._sync = any(host) and not plain and self._reads_first(rows, head)
-        self._idle = self._rest == _LONG_REST and not any((*windows, *counts, *map(len, drafted)))
+        looks = looks and not plain and any(row.host for row in rows)
+        self._sync = looks and self._reads_first(rows, head)
+        busy = any((plain, *windows, *counts, *map(len, drafted)))
+        self._idle = self._rest == _LONG_REST and not busy
         choice = Choice(counts, windows, self._sync)
         self._note(costs, rows, choice, [run or head[:n] for run, n in zip(copied, counts)])
         return choice

@@ -59,6 +59,10 @@ class DeferredWrites:
         assert not self._deferred
         return DeferredWrites(self._write)
 
+    def extend(self, other: DeferredWrites) -> None:
+        """Append the rows of `other`; call `settle` on both first."""
+        assert not (self._deferred or other._deferred)
+
     def arrays(self) -> list[mx.array]:
         """Returns the arrays that must be evaluated with a step: those of the latest window."""
         return [*self._deferred[-1]] if self._deferred else []
