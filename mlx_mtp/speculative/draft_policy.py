@@ -192,8 +192,8 @@ class AdaptiveDrafts:
         self._expected: list[tuple[float, ...]] = [(0.0, 1.0)]  # tokens and cost by these drafts
         self._since_review, self._since_probe = 0, _LONG_REST - _REST  # steps since the last one
         self._since_run = self._wait = 0  # steps since one with a run; until the next look for one
-        # The last choice had no drafts, and none were in flight; steps between probes.
-        self._idle, self._rest = False, 0
+        # Nothing is drafted or in flight; the cost of the next probe is not known.
+        self._idle, self._is_unknown = False, True
         self._probes_head = False  # the windows that wait are a probe: they are verified
         self._unmeasured = 0  # steps for which no step without drafts was measured
         self._sync, self._gain, self._since_gain = False, 0.0, 0  # see `_reads_first`
@@ -204,7 +204,7 @@ class AdaptiveDrafts:
         joined = not steady or len(rows) > self._num_rows
         changed = joined or len(rows) < self._num_rows
         self._wait = 0 if changed else self._wait - 1
-        if self._wait > 0 and self._idle and self._since_probe < self._rest:
+        if self._wait > 0 and self._idle and self._since_probe < _LONG_REST:
             self._since_probe += 1
             return Choice((0,) * len(rows), (0,) * len(rows))
         head = self._head_rates.cumulative_acceptance()
@@ -228,10 +228,8 @@ class AdaptiveDrafts:
         counts = tuple(depth if row.fixed is None else row.fixed for row in rows)
         for row, count, own, copies in zip(rows, counts, drafted, windows):
             row.waiting, row.expected = count, 1 + (copies or sum(own, 0.0))
-        looks = looks and not plain and any(row.host for row in rows)
-        self._sync = looks and self._reads_first(rows, head)
-        busy = any((plain, *windows, *counts, *map(len, drafted)))
-        self._idle = self._rest == _LONG_REST and not busy
+        self._sync = looks and not plain and self._reads_first(rows, head)
+        self._idle = not any((plain, *windows, *counts, *map(len, drafted), self._is_unknown))
         choice = Choice(counts, windows, self._sync)
         self._note(costs, rows, choice, [run or head[:n] for run, n in zip(copied, counts)])
         return choice
@@ -295,8 +293,8 @@ class AdaptiveDrafts:
         """Returns the chosen depth or, during a probe, another one, to measure its cost."""
         self._since_probe += 1
         more = min(self._depth + 1 if self._depth else self._best_drafted, self._most)
-        is_unknown = not self._costs.has_measured(num_rows, more)
-        self._rest = rest = _REST if is_unknown else _LONG_REST
+        is_unknown = self._is_unknown = not self._costs.has_measured(num_rows, more)
+        rest = _REST if is_unknown else _LONG_REST
         steps = _PROBE_STEPS if is_unknown or self._depth else math.ceil(_PROBE_STEPS / num_rows)
         if self._since_probe > rest + (0 if changed else steps):
             self._since_probe = rest - _REST if changed else 0

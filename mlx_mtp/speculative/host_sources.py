@@ -22,12 +22,10 @@ class HostDrafter(Protocol):
         """True if the run is from another request, possibly of another client."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Read more tokens of the answer."""
+        """Read more tokens of the answer; `RowDrafting.offer` calls it, so runs can lag."""
 
     def cumulative_acceptance(self, ahead: int) -> list[float]:
-        """Returns the probability that the run is right up to each token after the first `ahead`,
-        which a window in flight can emit; [] if no run is offered.
-        """
+        """Returns the acceptance up to each token after the first `ahead`; [] if it has no run."""
 
 
 _SOURCES = {"copy": NgramSource}
@@ -42,9 +40,7 @@ class HostSources:
     def drafters(
         self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False
     ) -> dict[str, HostDrafter]:
-        """Returns a request's drafters by source; they use earlier answers of the same `salt`, but
-        none if `alone`.
-        """
+        """Returns a request's drafters by source; if not `alone`, with answers of the same salt."""
         return {name: s.drafter(prompt, salt, alone=alone) for name, s in self._sources.items()}
 
     def keep(self, salt: Hashable, answer: Sequence[int]) -> None:

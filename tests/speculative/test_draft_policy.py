@@ -402,6 +402,34 @@ def test_a_run_that_pays_is_soon_copied_though_the_head_drafts(length):
     assert choices[-1].host[0] >= 3
 
 
+@pytest.mark.parametrize("head", [True, False])
+def test_looks_become_rare_and_drafters_read_all_tokens(head):
+    """Nothing pays, and no row offers a run."""
+    read, looks = list[int](), list[int]()
+
+    class Listener(Run):
+        def extend(self, tokens: Sequence[int]) -> None:
+            read.extend(tokens)
+            looks.append(len(read))
+
+    costs = StepCosts()
+    calibrate(Parts(lambda n: 8 + 3 * n, head=(3.0, 0.0)), costs)
+    policy = AdaptiveDrafts(costs, K if head else 0)
+    rows = [RowDrafting(host={"copy": Listener([])}), RowDrafting(0)]
+    for step in range(400):
+        rows[0].unread.append(step)
+        assert not any(policy.choose(rows, steady=True).host)
+        policy.observe([(0, 0)] * 2, StepShape(2, 0, 0, 0), 0.014)
+        # At first each token is read at once, at last the eighth one at the latest.
+        assert read == [*range(len(read))] and step - len(read) < 8
+        assert step > 5 or len(read) == step + 1
+    assert 400 / 8 < len(looks) < 400 / 8 + 25
+    for some in rows[:1], rows:  # A row leaves, a row joins.
+        rows[0].unread.append(len(read) + len(rows[0].unread))
+        policy.choose(some, steady=True)
+        assert not rows[0].unread
+
+
 def speed_of(price: Callable[[StepShape], float], head, copies, num_passes: int) -> float:
     """Returns the speed of windows with these cumulative acceptances; copies replace the head's."""
     windows = [c or h for h, c in zip(head, copies)]
