@@ -33,7 +33,7 @@ _STEPS_PER_REVIEW = 8  # if no row copies, no chunk is prefilled and the number 
 _REST, _LONG_REST, _PROBE_STEPS, _PLAIN_STEPS = 48, 1024, 5, 10
 # Looking for runs takes time: after N steps without any, the policy waits N / _WAIT_SHARE steps
 # until it looks again, at most _LONGEST_WAIT.
-_WAIT_SHARE, _LONGEST_WAIT = 4, 8
+_WAIT_SHARE, _LONGEST_WAIT = 6, 8
 # Steps per estimate of the gain of reading first, and the weight of an estimate in their mean.
 _STEPS_PER_GAIN, _FOLLOW = 3, 0.2
 
