@@ -144,7 +144,6 @@ class Calibrator:
 
     @property
     def busy(self) -> bool:
-        """True while there are cells left to measure, and time for them."""
         return bool(self._cells) and self._seconds_left > 0
 
     def step(self, runner: ModelRunner) -> None:

@@ -168,7 +168,7 @@ class Scheduler:
         reason: FinishReason | None = None
         if ended:
             sequence.finished = True
-            sequence.drafting.offer(0)  # The drafters learn from the last tokens, too.
+            sequence.drafting.read()  # Drafters learn from the last tokens, too.
             if not sequence.request.sampling.optimistic:
                 self._host_sources.keep(sequence.prefix.salt, sequence.output)
             reason = "stop" if tokens and tokens[-1] in sequence.stop_ids else "length"

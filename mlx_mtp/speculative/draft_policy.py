@@ -1,6 +1,6 @@
 """Decides how many drafts each row gets, from which source, and when a step is read.
 
-Each step makes three decisions, for the most expected tokens per second. `best_windows`: whether
+A step makes up to three decisions, for the most expected tokens per second. `best_windows`: whether
 each row verifies the head's drafts that wait for it, or a run of the host. `_review`: how many
 drafts the head makes for the next windows, the same number for all rows. `_reads_first`: whether
 the step is read before the next one is planned, so that the host can offer more.
@@ -31,8 +31,7 @@ _STEPS_PER_REVIEW = 8  # if no row copies, no chunk is prefilled and the number 
 # rest after it has _LONG_REST steps; _REST if a cost is unknown, at first, after an interruption.
 # If no step without drafts was measured after _REST steps, up to _PLAIN_STEPS have none.
 _REST, _LONG_REST, _PROBE_STEPS, _PLAIN_STEPS = 48, 1024, 5, 10
-# Looking for runs takes time: after N steps without any, the policy waits N / _WAIT_SHARE steps
-# until it looks again, at most _LONGEST_WAIT.
+# After N steps without a run, the next look is N / _WAIT_SHARE steps later, at most _LONGEST_WAIT.
 _WAIT_SHARE, _LONGEST_WAIT = 6, 8
 # Steps per estimate of the gain of reading first, and the weight of an estimate in their mean.
 _STEPS_PER_GAIN, _FOLLOW = 3, 0.2
@@ -50,14 +49,19 @@ class RowDrafting:
     ahead: int = 0  # maximum number of tokens that the row's window in flight can emit
     expected: float = 1.0  # tokens that the last window emits: probably, or at most if it copies
 
+    def read(self) -> None:
+        """Let the drafters read the tokens that came since the last time."""
+        for drafter in self.host.values():
+            drafter.extend(self.unread)
+        self.unread = []
+
     def offer(self, ahead: float) -> tuple[str, list[float]]:
         """Returns source and cumulative acceptance of the host's best run, or ("", []).
 
         A window in flight emits the first `ahead` tokens of the run.
         """
-        tokens, self.unread = self.unread, []
-        for drafter in self.host.values() if tokens else ():
-            drafter.extend(tokens)
+        if self.unread:
+            self.read()
         runs = {name: each.cumulative_acceptance(round(ahead)) for name, each in self.host.items()}
         return max(runs.items(), key=lambda each: sum(each[1])) if runs else ("", [])
 
@@ -89,9 +93,8 @@ class ChoiceReason(NamedTuple):
 class HeadRates:
     """Acceptance rates of the MTP head's drafts in all rows, by position in the window.
 
-    A draft is tried only if all drafts before it were accepted, so the rates are conditional. Their
-    running product is the cumulative acceptance: the probability that a window is accepted up to
-    and including a draft.
+    A draft is tried only if all before it were accepted, so rates are conditional. Their product is
+    the cumulative acceptance: the probability that a window is accepted up to and with a draft.
     """
 
     def __init__(self, size: int) -> None:
@@ -192,8 +195,7 @@ class AdaptiveDrafts:
         self._expected: list[tuple[float, ...]] = [(0.0, 1.0)]  # tokens and cost by these drafts
         self._since_review, self._since_probe = 0, _LONG_REST - _REST  # steps since the last one
         self._since_run = self._wait = 0  # steps since one with a run; until the next look for one
-        # Nothing is drafted or in flight; the cost of the next probe is not known.
-        self._idle, self._is_unknown = False, True
+        self._idle, self._is_unknown = False, True  # no drafts; the next probe's cost is not known
         self._probes_head = False  # the windows that wait are a probe: they are verified
         self._unmeasured = 0  # steps for which no step without drafts was measured
         self._sync, self._gain, self._since_gain = False, 0.0, 0  # see `_reads_first`
@@ -228,7 +230,8 @@ class AdaptiveDrafts:
         counts = tuple(depth if row.fixed is None else row.fixed for row in rows)
         for row, count, own, copies in zip(rows, counts, drafted, windows):
             row.waiting, row.expected = count, 1 + (copies or sum(own, 0.0))
-        self._sync = looks and not plain and self._reads_first(rows, head)
+        reads = looks and not plain and any(row.host for row in rows)
+        self._sync = reads and self._reads_first(rows, head)
         self._idle = not any((plain, *windows, *counts, *map(len, drafted), self._is_unknown))
         choice = Choice(counts, windows, self._sync)
         self._note(costs, rows, choice, [run or head[:n] for run, n in zip(copied, counts)])
@@ -266,8 +269,8 @@ class AdaptiveDrafts:
         Compares one such step with two steps that look ahead: while the first one is planned,
         windows of the head's drafts are in flight, and then the windows of the first one.
         """
-        self._since_gain += 1
-        if self._since_gain < _STEPS_PER_GAIN:
+        self._since_gain = (self._since_gain + 1) % _STEPS_PER_GAIN
+        if self._since_gain:
             return self._gain > 0.0
         waiting = [head[: row.waiting] for row in rows]
         own = [sum(each, 1.0) for each in waiting]  # expected tokens of the head's windows
@@ -279,7 +282,6 @@ class AdaptiveDrafts:
         second = best_windows(ahead, waiting, [row.offer(n)[1] for row, n in zip(rows, emitted)])
         pair = (first.tokens + second.tokens) / (first.cost + second.cost + 2 * passes)
         self._gain += _FOLLOW * (alone.tokens / (alone.cost + passes) / pair - 1.0 - self._gain)
-        self._since_gain = 0
         return self._gain > 0.0
 
     def _must_measure_plain(self, num_rows: int) -> bool:

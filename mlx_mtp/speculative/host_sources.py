@@ -22,7 +22,7 @@ class HostDrafter(Protocol):
         """True if the run is from another request, possibly of another client."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Read more tokens of the answer; `RowDrafting.offer` calls it, so runs can lag."""
+        """Read more tokens of the answer; see `RowDrafting.read`."""
 
     def cumulative_acceptance(self, ahead: int) -> list[float]:
         """Returns the acceptance up to each token after the first `ahead`; [] if it has no run."""

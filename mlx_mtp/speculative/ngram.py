@@ -202,7 +202,6 @@ class NgramDrafter:
 
     @property
     def of_others(self) -> bool:
-        """True if the run is from an earlier answer, not from the request's prompt or answer."""
         return self._source is self._others
 
     def extend(self, tokens: Sequence[int]) -> None:

@@ -120,7 +120,7 @@ class Erratic:
     def on_host(self, row: RowDrafting) -> int:
         if not row.host or self.random.random() < 0.5:
             return 0
-        row.offer(0)  # Its drafter reads the tokens that came since the last offer.
+        row.read()
         ((row.source, drafter),) = row.host.items()
         drafter.next_run = drafter.next_run or (5, 6)
         return self.random.randint(1, 16)
