@@ -189,8 +189,7 @@ class Calibrator:
 
     def _measure(self, runner: ModelRunner, cell: CostKey) -> Iterator[None]:
         drafts, config, prefills = _CellDrafts(cell), self._config, None
-        is_chunk = cell.kind == CHUNK
-        if is_chunk:
+        if is_chunk := cell.kind == CHUNK:
             length = int(cell.size)
             config = replace(config, prefill_step_size=length, max_decode_pause=0.0)
             prefills = WholeChunks(config, self._chunks)

@@ -139,7 +139,7 @@ class Scheduler:
             verified = [row.num_verified for row in rows]
             shape = StepShape(len(rows), sum(verified), proposed, max(verified), step.sync)
             # Windows of rows that had ended emit nothing and tell nothing.
-            head = [row for row in rows if row.source == MTP and row.num_cached]
+            head = [r for r in rows if r.source == MTP and r.num_cached and r.num_verified]
             windows = [(row.num_verified, row.num_cached - 1) for row in head]
             self._drafts.observe(windows, shape, step.seconds)
 

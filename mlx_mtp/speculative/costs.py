@@ -47,7 +47,7 @@ _PRIOR = (
 _FIRST_SPEED, _SPEED_CHANGES = 0.3, 0.015
 _CHANGES = 0.0003  # share of what is known of a coefficient that a step in use forgets
 _NOISE = 0.04  # relative standard deviation of a measurement
-_BLOCK, _FEWEST_STEPS = 8, 3  # maximum and minimum number of steps in a measurement in use
+_BLOCK, _PLAIN_BLOCK, _FEWEST_STEPS = 8, 16, 3  # steps per measurement: most, most if plain, least
 _LATE = 1.3  # times the median of a block: longer pairs of steps are cut to this
 _LEAST_PLAIN = 0.1  # minimum cost of a step, relative to one of one token
 # Limits of the costs of windows, relative to a step without drafts: the minimum extra cost; the
@@ -132,7 +132,8 @@ class StepCosts:
         if kind != self._kind:
             # A step commits the windows of the step before, drafted in the one before that.
             self._num_new = 1 + (passes != self._kind[1])
-        if self._num_new or not seconds or len(self._steps) == _BLOCK:
+        most = _BLOCK if shape.drafts or any(s.drafts for s, _ in self._steps) else _PLAIN_BLOCK
+        if self._num_new or not seconds or len(self._steps) >= most:
             self._end_block()
         if seconds and launch in self._seen and not self._num_new:
             self._steps.append((shape, seconds))
@@ -167,7 +168,7 @@ class StepCosts:
         self._unit = 0.0  # seconds of the prior's unit; 0: not known yet
         self._batch_costs: dict[int, tuple[BatchCosts, BatchCosts]] = {}
         for cell, seconds in sorted(self._table.items(), key=lambda each: each[0][1:]):
-            self._learn(_features([cell.shape], in_use=cell.kind == USE)[0], seconds)
+            self._learn(_features(cell.shape, in_use=cell.kind == USE), seconds)
 
     def _end_block(self) -> None:
         """Learn from a block's mean time, as the host can't see where a single step ends."""
@@ -175,16 +176,16 @@ class StepCosts:
         if len(steps) < _FEWEST_STEPS:
             return
         shapes, times = zip(*steps)
-        features = _features(shapes, in_use=True)
+        features = np.stack([_features(shape, in_use=True) for shape in shapes])
         expected = np.maximum(features @ self._mean, _LEAST_PLAIN * (self._unit or 1.0))
         # Pairs: on some devices, the host sees two steps end in one round, and none in the next.
-        ratios = np.convolve(times, [1, 1], "valid") / np.convolve(expected, [1, 1], "valid")
+        ratios = np.add(times[1:], times[:-1]) / (expected[1:] + expected[:-1])
         seconds = float(np.minimum(ratios, _LATE * median_low(ratios)).mean() * expected.mean())
         features = features.mean(axis=0)
         # Only what these steps show: else plain steps would make drafts ever less certain.
         forgotten = _CHANGES * (features != 0.0)
         self._covariance *= np.sqrt(np.outer(1.0 - forgotten, 1.0 - forgotten))
-        self._covariance += np.diag(forgotten * np.diag(_prior()[1])) * self._unit**2
+        self._covariance += np.diag(forgotten * np.diag(_prior()[1]) * self._unit**2)
         self._learn(features, seconds)
         key = CostKey(USE, *self._kind[:2])
         if {*shapes} == {key.shape}:
@@ -231,17 +232,18 @@ def _steps_of(rows: int) -> tuple[list[int], Vector, Vector]:
     shapes += [StepShape(rows, 0, n, 0) for n in range(MAX_DRAFT_TOKENS + 1)]
     shapes += [StepShape(rows, 0, 0, 0, sync=True)]
     shapes += [StepShape(rows, n, 0, n / rows) for n in ends]
-    return ends, _features(shapes, in_use=True), _features(shapes, in_use=False)
+    in_use, idle = (np.stack([_features(s, in_use=used) for s in shapes]) for used in (True, False))
+    return ends, in_use, idle
 
 
-def _features(shapes: Sequence[StepShape], *, in_use: bool) -> Vector:
-    """Returns features [S, F]: one per coefficient of `_PRIOR`, one per interval of `_KNOTS`."""
-    rows, drafts, passes, _, sync = np.array(shapes, dtype=float).T
-    any_drafts, used = drafts > 0, np.full(len(shapes), float(in_use))
-    others = [np.ones(len(shapes)), any_drafts, any_drafts * rows, passes, passes * rows]
-    others += [[shape.padding for shape in shapes], rows - 1, used, used * rows, sync, sync * rows]
-    slopes = np.clip((rows + drafts)[:, None] - _KNOTS[:-1], 0.0, np.diff(_KNOTS))
-    return np.concatenate([np.stack(others, axis=1), slopes], axis=1)
+@lru_cache(maxsize=4096)
+def _features(shape: StepShape, *, in_use: bool) -> Vector:
+    """Returns features [F]: one per coefficient of `_PRIOR`, one per interval of `_KNOTS`."""
+    rows, drafts, passes, _, sync = shape
+    others = [1, drafts > 0, (drafts > 0) * rows, passes, passes * rows, shape.padding, rows - 1]
+    others += [in_use, in_use * rows, sync, sync * rows]
+    slopes = np.clip(rows + drafts - _KNOTS[:-1], 0.0, np.diff(_KNOTS))
+    return np.concatenate([others, slopes])
 
 
 @cache

@@ -62,8 +62,8 @@ class RowDrafting:
         """
         if self.unread:
             self.read()
-        runs = {name: each.cumulative_acceptance(round(ahead)) for name, each in self.host.items()}
-        return max(runs.items(), key=lambda each: sum(each[1])) if runs else ("", [])
+        runs = ((key, each.cumulative_acceptance(round(ahead))) for key, each in self.host.items())
+        return max(runs, key=lambda each: sum(each[1]), default=("", []))
 
 
 DraftRows = Sequence[RowDrafting]

@@ -120,8 +120,7 @@ class MTPDrafter:
         drafts: list[mx.array] = []
         for number in range(max(num_drafts)):
             # This pass has only the rows that need another draft.
-            lengths = [int(count > number) for count in num_drafts]
-            packing = cache.packing(position, lengths)
+            packing = cache.packing(position, [int(count > number) for count in num_drafts])
             z = packing.rectangle.flat(m)
             if drafts:
                 z = self._write(cache, packing, z, packing.rectangle.flat(drafts[-1]))
