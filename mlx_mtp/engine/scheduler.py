@@ -160,7 +160,7 @@ class Scheduler:
                 return None
             return RequestOutput(sequence.request_id, progress=sequence.progress)
         sequence.output += tokens
-        self._feed_host_drafters(sequence, tokens)
+        self._feed_host_drafters(sequence, tokens, is_first)
         self._totals.generation_tokens += len(tokens)
         if is_first and tokens:
             self._prefills.drop([sequence])
@@ -211,11 +211,9 @@ class Scheduler:
                 row.verify_host_run(count)
         return choice.sync
 
-    def _feed_host_drafters(self, sequence: Sequence, tokens: Many[int]) -> None:
+    def _feed_host_drafters(self, sequence: Sequence, tokens: Many[int], first: bool) -> None:
         row = sequence.drafting
-        if row.fixed is not None:
-            return
-        if not row.host:
+        if first and not row.host and row.fixed is None:
             # An optimistic draft, which is not sampled, could reveal another client's answer.
             alone = sequence.request.sampling.optimistic > 0
             salt = sequence.prefix.salt
