@@ -130,8 +130,7 @@ class Calibrator:
     ) -> None:
         self.file = CostFile(folder, fingerprint)
         self._steps, self._chunks, self._config, self._clock = steps, chunks, config, clock
-        self._saved_at = clock()
-        self._seconds_left = config.calibration_seconds
+        self._saved_at, self._seconds_left = clock(), config.calibration_seconds
         self._work: Iterator[None] = iter(())
         self._core: EngineCore | None = None  # runs the first cell; None: paused
         known = self.file.load()

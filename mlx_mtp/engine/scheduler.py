@@ -138,7 +138,7 @@ class Scheduler:
             proposed = max(row.num_proposed for row in step.rows)
             verified = [row.num_verified for row in rows]
             shape = StepShape(len(rows), sum(verified), proposed, max(verified), step.sync)
-            # Windows of rows that had ended emit nothing and tell nothing.
+            # A window of a row that had ended, or without drafts, says nothing of the head.
             head = [r for r in rows if r.source == MTP and r.num_cached and r.num_verified]
             windows = [(row.num_verified, row.num_cached - 1) for row in head]
             self._drafts.observe(windows, shape, step.seconds)

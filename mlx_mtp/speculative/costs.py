@@ -45,9 +45,9 @@ _PRIOR = (
 )
 # Relative standard deviation of the machine's speed at first, and of its change per measurement.
 _FIRST_SPEED, _SPEED_CHANGES = 0.3, 0.015
-_CHANGES = 0.0003  # share of what is known of a coefficient that a step in use forgets
+_CHANGES = 0.0003  # share of what is known of its coefficients that a measurement in use forgets
 _NOISE = 0.04  # relative standard deviation of a measurement
-_BLOCK, _PLAIN_BLOCK, _FEWEST_STEPS = 8, 16, 3  # steps per measurement: most, most if plain, least
+_BLOCK, _PLAIN_BLOCK, _FEWEST_STEPS = 8, 16, 3  # steps per measurement: most, most if plain, fewest
 _LATE = 1.3  # times the median of a block: longer pairs of steps are cut to this
 _LEAST_PLAIN = 0.1  # minimum cost of a step, relative to one of one token
 # Limits of the costs of windows, relative to a step without drafts: the minimum extra cost; the
@@ -132,7 +132,8 @@ class StepCosts:
         if kind != self._kind:
             # A step commits the windows of the step before, drafted in the one before that.
             self._num_new = 1 + (passes != self._kind[1])
-        most = _BLOCK if shape.drafts or any(s.drafts for s, _ in self._steps) else _PLAIN_BLOCK
+        mixed = any(each.drafts for each, _ in self._steps)
+        most = _BLOCK if mixed else _FEWEST_STEPS if shape.drafts else _PLAIN_BLOCK
         if self._num_new or not seconds or len(self._steps) >= most:
             self._end_block()
         if seconds and launch in self._seen and not self._num_new:
@@ -157,6 +158,7 @@ class StepCosts:
         return any(c.kind == USE and not c.size and 0.6 < c.rows / rows < 1.7 for c in self._table)
 
     def table(self) -> Table:
+        self._end_block()
         return dict(self._table)
 
     def load_table(self, table: Table) -> None:
@@ -182,7 +184,7 @@ class StepCosts:
         ratios = np.add(times[1:], times[:-1]) / (expected[1:] + expected[:-1])
         seconds = float(np.minimum(ratios, _LATE * median_low(ratios)).mean() * expected.mean())
         features = features.mean(axis=0)
-        # Only what these steps show: else plain steps would make drafts ever less certain.
+        # Only the coefficients of these steps: plain steps must not make drafts ever less certain.
         forgotten = _CHANGES * (features != 0.0)
         self._covariance *= np.sqrt(np.outer(1.0 - forgotten, 1.0 - forgotten))
         self._covariance += np.diag(forgotten * np.diag(_prior()[1]) * self._unit**2)

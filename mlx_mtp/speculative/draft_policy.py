@@ -26,11 +26,11 @@ _GOES_ON = 0.85  # probability that rows that copy do so in the next step, too
 # `best_windows`: drafts per row that determine the price of one, and maximum run lengths it tries.
 _TYPICAL, _LIMITS = 4, (0, 1, 2, 3, 4, 5, 6, 8, 10, 13, MAX_HOST_DRAFTS)
 _STEPS_PER_REVIEW = 8  # if no row copies, no chunk is prefilled and the number of rows is unchanged
-# A probe is _PROBE_STEPS steps with one more draft of the head per row, or without drafts. If there
-# are none, it has the best number of them, in some _PROBE_STEPS windows if their cost is known. The
-# rest after it has _LONG_REST steps; _REST if a cost is unknown, at first, after an interruption.
-# If no step without drafts was measured after _REST steps, up to _PLAIN_STEPS have none.
-_REST, _LONG_REST, _PROBE_STEPS, _PLAIN_STEPS = 48, 1024, 5, 10
+# A probe has another number of the head's drafts for _PROBE_STEPS steps: one more per row, or none
+# if that cost is known. Where nothing is drafted it has the best number, for _PROBE_STEPS windows
+# if that cost is known. Its rest before has _LONG_REST steps; _REST if a cost is unknown, at first,
+# or if rows changed in a measurement. If no plain step was measured in _REST, _PLAIN_STEPS follow.
+_REST, _LONG_REST, _PROBE_STEPS, _PLAIN_STEPS = 48, 1024, 5, 12
 # After N steps without a run, the next look is N / _WAIT_SHARE steps later, at most _LONGEST_WAIT.
 _WAIT_SHARE, _LONGEST_WAIT = 6, 8
 # Steps per estimate of the gain of reading first, and the weight of an estimate in their mean.
@@ -56,9 +56,9 @@ class RowDrafting:
         self.unread = []
 
     def offer(self, ahead: float) -> tuple[str, list[float]]:
-        """Returns source and cumulative acceptance of the host's best run, or ("", []).
+        """Returns the source and cumulative acceptance of the best run; [] if there is no run.
 
-        A window in flight emits the first `ahead` tokens of the run.
+        They are those after its first `ahead` tokens, which the window in flight should emit.
         """
         if self.unread:
             self.read()
@@ -163,6 +163,7 @@ def best_windows(costs: BatchCosts, waiting: Acceptance, host: Acceptance) -> Be
     """
     own, size = [*map(sum, waiting)], len(waiting)
     price = float(costs.verify[_TYPICAL * size] - costs.verify[0]) / _TYPICAL
+    price *= 1 + costs.others / size
     most = [sum(each > price for each in run) for run in host]
     gains = [[0.0, *accumulate(run)] for run in host]
     best = BestWindows((), 0.0, 1.0)
@@ -295,14 +296,15 @@ class AdaptiveDrafts:
         """Returns the chosen depth or, during a probe, another one, to measure its cost."""
         self._since_probe += 1
         more = min(self._depth + 1 if self._depth else self._best_drafted, self._most)
-        is_unknown = self._is_unknown = not self._costs.has_measured(num_rows, more)
-        rest = _REST if is_unknown else _LONG_REST
-        steps = _PROBE_STEPS if is_unknown or self._depth else math.ceil(_PROBE_STEPS / num_rows)
-        if self._since_probe > rest + (0 if changed else steps):
-            self._since_probe = rest - _REST if changed else 0
+        self._is_unknown = more > 0 and not self._costs.has_measured(num_rows, more)
+        rest = _REST if self._is_unknown else _LONG_REST
+        measures = self._is_unknown or self._depth > 0  # a cost: the rows must stay the same
+        steps = _PROBE_STEPS if measures else math.ceil(_PROBE_STEPS / num_rows)
+        if self._since_probe > rest + (0 if changed and measures else steps):
+            self._since_probe = rest - _REST if changed and measures else 0
         if self._since_probe <= rest:
             return self._depth
-        return more if is_unknown or not self._depth else 0
+        return more if self._is_unknown or not self._depth else 0
 
     def _note(
         self, costs: BatchCosts, rows: DraftRows, choice: Choice, windows: Acceptance

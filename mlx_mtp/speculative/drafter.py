@@ -104,16 +104,13 @@ class MTPDrafter:
         the token after the prefix. `sampler` uses the noise that will sample the tokens.
         """
         hidden, targets, last, packing, cache = window
-        nothing = zeros(len(num_drafts), 0)
         if not any(num_drafts) and packing.longest == 1 and packing.images is None:
             state.defer(window)
-            return nothing
+            return zeros(len(num_drafts), 0)
         state.settle(cache)
         # Entry p of the head's KV joins the hidden state at p with the token at p + 1. The window's
         # entries, from the target model's hidden states, overwrite those of earlier drafts.
         z = self._write(cache, packing, hidden, targets)
-        if not any(num_drafts):
-            return nothing
         assert cache.head is not None
         newest, position = targets[last][:, None], packing.positions[last]
         m = z[last][:, None]  # [B, 1, H]: for the first draft z, then the head's output
@@ -132,7 +129,7 @@ class MTPDrafter:
             drafts.append(sampler.draw(logits, position[:, None] + 2, before, ids=self._ids))
             launch_early(drafts[-1])
             position = position + 1
-        return mx.concatenate(drafts, axis=1)
+        return mx.concatenate(drafts, axis=1) if drafts else zeros(len(num_drafts), 0)
 
     def _write(
         self, cache: BatchCache, packing: Packing, hidden: mx.array, targets: mx.array

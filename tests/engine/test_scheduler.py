@@ -148,15 +148,18 @@ def test_the_policy_learns_of_decode_steps_alone():
     second = [StepRow(a, length=3, num_cached=1, token_ids=(5,)), StepRow(b, length=3)]
     policy.update([InFlightStep(first, seconds=0.5)])
     policy.update([InFlightStep(second)])
+    a.note_launched(1)
+    policy.update([InFlightStep([StepRow(a, length=1, num_cached=1, token_ids=(5,))])])
     # The size of the windows counts for the cost; failed rows are not reported.
     assert depth.seen == [
         ([(2, 1), (2, 0), (2, 1)], StepShape(3, 6, 2, 2), 0.5),
         ([(2, 0)], StepShape(2, 4, 0, 2), None),
+        ([], StepShape(1, 0, 0, 0), None),  # A window without drafts says nothing of the head.
     ]
     stats = policy.stats()
     assert (stats.num_draft_windows, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 3)
     assert stats.num_accepted_tokens_per_pos == {"mtp": (3, 0)}
-    assert (stats.prompt_tokens, stats.generation_tokens) == (16, 4 + 2 + 1 + 2 + 1)
+    assert (stats.prompt_tokens, stats.generation_tokens) == (16, 4 + 2 + 1 + 2 + 1 + 1)
 
 
 @pytest.mark.parametrize(("memory", "counted"), [(None, [0, 3, 4]), (100, [0, 0, 0])])

@@ -237,6 +237,23 @@ def test_the_first_step_of_a_kind_is_not_measured():
     assert costs.table()[CostKey(USE, 1, 0)] == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize("copies", range(16))
+def test_a_few_plain_steps_among_copies_are_measured(copies):
+    """The policy plans twelve, the first of which can still verify drafts of the head."""
+    costs, copy = StepCosts(), StepShape(4, 16, 0, 4)
+    for shape in (*[copy] * (16 + copies), *[even(4, 0)] * 11, copy):
+        costs.observe(shape, 0.02 if shape == copy else 0.01)
+    assert costs.has_plain(4)
+    assert costs.table()[CostKey(USE, 4, 0)] == pytest.approx(0.01)
+
+
+def test_a_table_has_what_the_last_few_steps_cost():
+    costs = StepCosts()
+    for _ in range(6):
+        costs.observe(even(1, 0), 0.01)
+    assert costs.table() == {CostKey(USE, 1, 0): pytest.approx(0.01)}
+
+
 def test_long_plain_decoding_makes_drafts_no_dearer(monkeypatch):
     """With the addition for uncertainty: what steps without drafts don't show stays known."""
     monkeypatch.undo()
