@@ -132,8 +132,8 @@ class StepCosts:
         if kind != self._kind:
             # A step commits the windows of the step before, drafted in the one before that.
             self._num_new = 1 + (passes != self._kind[1])
-        mixed = any(each.drafts for each, _ in self._steps)
-        most = _BLOCK if mixed else _FEWEST_STEPS if shape.drafts else _PLAIN_BLOCK
+        has_drafts = any(each.drafts for each, _ in self._steps)
+        most = _BLOCK if has_drafts else _FEWEST_STEPS if shape.drafts else _PLAIN_BLOCK
         if self._num_new or not seconds or len(self._steps) >= most:
             self._end_block()
         if seconds and launch in self._seen and not self._num_new:
@@ -240,7 +240,7 @@ def _steps_of(rows: int) -> tuple[list[int], Vector, Vector]:
 
 @lru_cache(maxsize=4096)
 def _features(shape: StepShape, *, in_use: bool) -> Vector:
-    """Returns features [F]: one per coefficient of `_PRIOR`, one per interval of `_KNOTS`."""
+    """Returns shared features [F]: one per coefficient of `_PRIOR` and interval of `_KNOTS`."""
     rows, drafts, passes, _, sync = shape
     others = [1, drafts > 0, (drafts > 0) * rows, passes, passes * rows, shape.padding, rows - 1]
     others += [in_use, in_use * rows, sync, sync * rows]

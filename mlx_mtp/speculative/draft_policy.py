@@ -56,10 +56,7 @@ class RowDrafting:
         self.unread = []
 
     def offer(self, ahead: float) -> tuple[str, list[float]]:
-        """Returns the source and cumulative acceptance of the best run; [] if there is no run.
-
-        They are those after its first `ahead` tokens, which the window in flight should emit.
-        """
+        """Returns the best run's source, and its acceptance after `ahead` tokens; [] if none."""
         if self.unread:
             self.read()
         runs = ((key, each.cumulative_acceptance(round(ahead))) for key, each in self.host.items())

@@ -111,6 +111,8 @@ class MTPDrafter:
         # Entry p of the head's KV joins the hidden state at p with the token at p + 1. The window's
         # entries, from the target model's hidden states, overwrite those of earlier drafts.
         z = self._write(cache, packing, hidden, targets)
+        if not any(num_drafts):
+            return zeros(len(num_drafts), 0)
         assert cache.head is not None
         newest, position = targets[last][:, None], packing.positions[last]
         m = z[last][:, None]  # [B, 1, H]: for the first draft z, then the head's output
@@ -129,7 +131,7 @@ class MTPDrafter:
             drafts.append(sampler.draw(logits, position[:, None] + 2, before, ids=self._ids))
             launch_early(drafts[-1])
             position = position + 1
-        return mx.concatenate(drafts, axis=1) if drafts else zeros(len(num_drafts), 0)
+        return mx.concatenate(drafts, axis=1)
 
     def _write(
         self, cache: BatchCache, packing: Packing, hidden: mx.array, targets: mx.array
