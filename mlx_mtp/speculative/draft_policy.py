@@ -31,7 +31,7 @@ _STEPS_PER_REVIEW = 8  # if no row copies, no chunk is prefilled and the number 
 # if that cost is known. Its rest before has _LONG_REST steps; _REST if a cost is unknown, at first,
 # or if rows changed in a measurement. If no plain step was measured in _REST, _PLAIN_STEPS follow.
 _REST, _LONG_REST, _PROBE_STEPS, _PLAIN_STEPS = 48, 1024, 5, 12
-# After N steps without a run, the next look is N / _WAIT_SHARE steps later, at most _LONGEST_WAIT.
+# N steps after a copy, looks for runs are N / _WAIT_SHARE steps apart, at most _LONGEST_WAIT.
 _WAIT_SHARE, _LONGEST_WAIT = 6, 8
 # Steps per estimate of the gain of reading first, and the weight of an estimate in their mean.
 _STEPS_PER_GAIN, _FOLLOW = 3, 0.2
@@ -192,7 +192,7 @@ class AdaptiveDrafts:
         self._depth = self._best_drafted = self._num_rows = 0
         self._expected: list[tuple[float, ...]] = [(0.0, 1.0)]  # tokens and cost by these drafts
         self._since_review, self._since_probe = 0, _LONG_REST - _REST  # steps since the last one
-        self._since_run = self._wait = 0  # steps since one with a run; until the next look for one
+        self._since_copy = self._wait = 0  # steps since a copy; until the next look for runs
         self._idle, self._is_unknown = False, True  # no drafts; the next probe's cost is not known
         self._probes_head = False  # the windows that wait are a probe: they are verified
         self._unmeasured = 0  # steps for which no step without drafts was measured
@@ -200,36 +200,37 @@ class AdaptiveDrafts:
 
     def choose(self, rows: DraftRows, *, steady: bool, waiting: int = 0) -> Choice:
         """Choose the drafts of `rows`; `steady` is True if no chunk is prefilled in this step."""
-        self._since_review, self._since_run = self._since_review + 1, self._since_run + 1
         joined = not steady or len(rows) > self._num_rows
         changed = joined or len(rows) < self._num_rows
+        self._since_review += 1
+        self._since_copy = 0 if joined else self._since_copy + 1
         self._wait = 0 if changed else self._wait - 1
-        if self._wait > 0 and self._idle and self._since_probe < _LONG_REST:
+        host: list[list[float]] = [[] for _ in rows]
+        if self._wait <= 0:
+            for number, row in enumerate(rows):
+                row.source, host[number] = row.offer(min(row.ahead, row.expected))
+            self._wait = 0 if any(host) else min(self._since_copy // _WAIT_SHARE, _LONGEST_WAIT)
+        reviews = changed or self._since_review >= _STEPS_PER_REVIEW
+        if self._idle and self._since_probe < _LONG_REST and not (reviews or any(host)):
             self._since_probe += 1
             return Choice((0,) * len(rows), (0,) * len(rows))
         head = self._head_rates.cumulative_acceptance()
-        host: list[list[float]] = [[] for _ in rows]
-        if looks := self._wait <= 0:
-            for number, row in enumerate(rows):
-                row.source, host[number] = row.offer(min(row.ahead, row.expected))
-            self._since_run = 0 if joined or any(host) else self._since_run
-            self._wait = min(self._since_run // _WAIT_SHARE, _LONGEST_WAIT)
         drafted = [head[: row.waiting] for row in rows]
         # Drafts delay requests that are `waiting` for a row: they must pay in the batch with these.
         costs = self._costs.of_batch(len(rows), sync=self._sync, others=waiting)
         plain, windows = self._must_measure_plain(len(rows)), (0,) * len(rows)
         if any(host) and not (plain or self._probes_head):
             windows = best_windows(costs, drafted, host).host
+            self._since_copy = 0 if any(windows) else self._since_copy
         copied = [run[:count] for run, count in zip(host, windows)]
-        if changed or any(windows) or self._since_review >= _STEPS_PER_REVIEW:
+        if reviews or any(windows):
             self._review(costs, rows, head, copied)
         depth = 0 if plain else self._depth_or_probe(len(rows), changed)
         self._probes_head = depth > self._depth
         counts = tuple(depth if row.fixed is None else row.fixed for row in rows)
         for row, count, own, copies in zip(rows, counts, drafted, windows):
             row.waiting, row.expected = count, 1 + (copies or sum(own, 0.0))
-        reads = looks and not plain and any(row.host for row in rows)
-        self._sync = reads and self._reads_first(rows, head)
+        self._sync = any(host) and not plain and self._reads_first(rows, head)
         self._idle = not any((plain, *windows, *counts, *map(len, drafted), self._is_unknown))
         choice = Choice(counts, windows, self._sync)
         self._note(costs, rows, choice, [run or head[:n] for run, n in zip(copied, counts)])
