@@ -1,5 +1,6 @@
 """Engines without HTTP: stepped by hand, observed while they run, or with known drafts."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -135,12 +136,13 @@ class TellingDrafter(MTPDrafter):
     def __init__(self, model: LoadedModel, texts: Many[Many[int]], rate: float) -> None:
         super().__init__(model)
         self.rate = rate
+        self._keys = map(mx.random.key, itertools.count())
         self.tell(texts)
 
     def tell(self, texts: Many[Many[int]]) -> None:
         longest = max(map(len, texts))
         self.known = mx.array([[*text, *[0] * (longest - len(text))] for text in texts], mx.int32)
-        self._draws = mx.random.uniform(shape=self.known.shape, key=mx.random.key(0))
+        self._draws = mx.random.uniform(shape=self.known.shape, key=next(self._keys))
         mx.eval(self.known, self._draws)  # They are evaluated here: engines have their own threads.
 
     def at(self, positions: mx.array, sampler: TokenSampler) -> mx.array:
