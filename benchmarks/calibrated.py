@@ -3,7 +3,6 @@
 import itertools
 import math
 import statistics
-from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,11 +25,16 @@ from mlx_mtp.models.loader import load_model
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.costs import MTP, StepShape
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, Choice, RowDrafting
+from mlx_mtp.speculative.ngram import MOST_MATCH, NgramDrafter
 from mlx_mtp.text.tokenizer import Tokenizer
 
-_EDGES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # between the classes of estimated acceptances
-# Classes of tokens per row of a step: the maximum and the name.
+# Classes: the maximum of each, and its name. Of tokens per row of a step, of a draft's estimated
+# acceptance and position in its window, and of the length of the match before a copied run.
 _TOKENS = (1.0, "1"), (2.0, "2"), (3.0, "3"), (4.0, "4"), (8.0, "5 to 8"), (64.0, "more")
+_ACCEPTANCES = (0.2, "0.0 to 0.2"), *((n / 10, f"{(n - 1) / 10} to {n / 10}") for n in range(3, 11))
+_POSITIONS = (1, "1"), (2, "2"), (4, "3 to 4"), (8, "5 to 8"), (16, "9 to 16")
+_MATCHES = (3, "3"), (7, "4 to 7"), (15, "8 to 15"), (31, "16 to 31"), (MOST_MATCH, "32 or more")
+_Classes = Sequence[tuple[float, str]]
 _FEWEST = 30  # drafts, or steps, of a point
 _SIDE, _MARGIN, _MOST_COST = 320, 50, 4.0  # pixels of a plot and beside it; end of the costs' axes
 _COLORS = {"head": "#1f77b4", "copies": "#d95f02"}
@@ -40,6 +44,8 @@ class _Draft(NamedTuple):
     source: str
     estimated: float
     accepted: bool  # this draft and all before it in its window were emitted
+    position: int  # in its window, from 1
+    match: int  # length of the match before a copied run, when it was chosen
 
 
 class _Step(NamedTuple):
@@ -64,8 +70,9 @@ class Watch:
 
     def __init__(self) -> None:
         self.drafts, self.steps = list[_Draft](), list[_Step]()
-        self._offered: list[tuple[Sequence[float], Sequence[float]]] = []  # of the last choice
-        self._estimates: dict[StepRow, Sequence[float]] = {}
+        # Of each row in the last choice: acceptance of its run and of the head's drafts; the match.
+        self._offered: list[tuple[Sequence[float], Sequence[float], int]] = []
+        self._estimates: dict[StepRow, tuple[Sequence[float], int]] = {}
         self._copies = False
 
     def choose(self, policy: Any, rows: Sequence[RowDrafting], **how: Any) -> Choice:
@@ -74,25 +81,26 @@ class Watch:
         choice = _CHOOSE(policy, rows, **how)
         # A row with unread tokens was not asked for a run.
         self._offered = [
-            ([] if each.unread else each.offer(ahead)[1], head[:waiting])
+            ([] if each.unread else each.offer(ahead)[1], head[:waiting], _match(each))
             for each, ahead, waiting in before
         ]
         return choice
 
     def plan(self, scheduler: Scheduler, chunk: Any, decode: tuple[StepRow, ...]) -> bool:
         sync = _PLAN(scheduler, chunk, decode)
-        for each, (host, head) in zip(decode, self._offered):
-            self._estimates[each] = head if each.source == MTP else host
+        for each, (host, head, match) in zip(decode, self._offered):
+            self._estimates[each] = (head if each.source == MTP else host), match
         return sync
 
     def observe(self, scheduler: Scheduler, step: InFlightStep) -> None:
         for each in step.rows:
             source = "head" if each.source == MTP else "copies"
-            estimates = self._estimates.pop(each, ())[: each.num_verified]
+            estimates, match = self._estimates.pop(each, ((), 0))
             # As in `HeadRates`, drafts after an answer's end count as rejected.
             if each.num_cached:
-                for place, estimate in enumerate(estimates):
-                    self.drafts.append(_Draft(source, estimate, place < each.num_accepted))
+                for place, estimate in enumerate(estimates[: each.num_verified]):
+                    accepted = place < each.num_accepted
+                    self.drafts.append(_Draft(source, estimate, accepted, place + 1, match))
         self._copies = any(each.source != MTP for each in step.rows)
         _OBSERVE(scheduler, step)
 
@@ -102,6 +110,11 @@ class Watch:
             source = "copies" if self._copies else "head"
             self.steps.append(_Step(source, shape, seconds, cost))
         _LEARN(policy, head, shape, seconds)
+
+
+def _match(row: RowDrafting) -> int:
+    copying = (each for each in row.host.values() if isinstance(each, NgramDrafter))
+    return max((each.match for each in copying), default=0)
 
 
 _CHOOSE, _LEARN = AdaptiveDrafts.choose, AdaptiveDrafts.observe
@@ -121,9 +134,10 @@ def calibrated(
     The bundled model answers greedy requests by default settings, without HTTP; each number of
     streams has an engine of its own, which has calibrated its costs before. A draft's estimate is
     the probability that it and all drafts before it in its window are emitted; those after an
-    answer's end are not. A step's cost is relative to a step without drafts. As few steps have no
-    drafts, measured costs are scaled so that the median of measured over estimated cost is 1 for
-    each number of rows.
+    answer's end are not. Drafts are grouped by estimate, by position in the window and, if they are
+    copies, by the length of the match before their run. A step's cost is relative to a step without
+    drafts. As few steps have no drafts, measured costs are scaled so that the median of measured
+    over estimated cost is 1 for each number of rows.
 
     Args:
         work: kinds of requests, as in `never_slower`
@@ -137,8 +151,13 @@ def calibrated(
             _answer(work, count, rounds, max_tokens, seed)
         drafts += watch.drafts
         costs += of_steps(watch.steps)
-    rates = [*_of_drafts(drafts)]
-    yield from (row("source | acceptance | drafts | estimated | measured", *each) for each in rates)
+    copies = [each for each in drafts if each.source == "copies"]
+    rates = [*_of_drafts(drafts, _ACCEPTANCES, lambda each: each.estimated)]
+    positions = _of_drafts(drafts, _POSITIONS, lambda each: each.position)
+    matches = _of_drafts(copies, _MATCHES, lambda each: each.match)
+    for name, points in ("acceptance", rates), ("position", positions), ("match", matches):
+        names = f"source | {name} | drafts | estimated | measured"
+        yield from (row(names, *each) for each in points)
     yield from (row("source | rows x tokens | steps | estimated | measured", *c) for c in costs)
     if picture is not None:
         plots = ("acceptance of drafts", 1.0, rates), ("cost of steps", _MOST_COST, costs)
@@ -176,14 +195,16 @@ def _answer(work: Sequence[str], streams: int, rounds: int, max_tokens: int, see
             subject.ask_token_ids([(ids, sampling) for ids in encoded])
 
 
-def _of_drafts(drafts: Sequence[_Draft]) -> Iterator[_Point]:
-    edges = (0.0, *_EDGES, 1.0)
-    for source, place in itertools.product(_COLORS, range(len(edges) - 1)):
-        own = [d for d in drafts if d.source == source and bisect(_EDGES, d.estimated) == place]
+def _of_drafts(
+    drafts: Sequence[_Draft], classes: _Classes, value: Callable[[_Draft], float]
+) -> Iterator[_Point]:
+    groups = _grouped(drafts, lambda each: (each.source, _class_of(value(each), classes)))
+    for source, (_, name) in itertools.product(_COLORS, classes):
+        own = groups.get((source, name), [])
         if len(own) >= _FEWEST:
-            kind = f"{edges[place]:.1f} to {edges[place + 1]:.1f}"
-            estimated, came = zip(*((d.estimated, d.accepted) for d in own))
-            yield _Point(source, kind, len(own), statistics.mean(estimated), statistics.mean(came))
+            estimated = statistics.mean(each.estimated for each in own)
+            came = statistics.mean(each.accepted for each in own)
+            yield _Point(source, name, len(own), estimated, came)
 
 
 def of_steps(steps: Sequence[_Step]) -> Iterator[_Point]:
@@ -202,8 +223,11 @@ def of_steps(steps: Sequence[_Step]) -> Iterator[_Point]:
 
 def _tokens(shape: StepShape) -> str:
     """Returns the class of a step's tokens per row."""
-    tokens = 1 + shape.drafts / shape.rows
-    return next(name for most, name in _TOKENS if tokens <= most)
+    return _class_of(1 + shape.drafts / shape.rows, _TOKENS)
+
+
+def _class_of(value: float, classes: _Classes) -> str:
+    return next(name for most, name in classes if value <= most)
 
 
 def _grouped(steps: Sequence[_Step], key: Callable[[_Step], Any]) -> dict[Any, list[_Step]]:

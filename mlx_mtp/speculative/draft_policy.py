@@ -191,12 +191,11 @@ class AdaptiveDrafts:
         # Of the last review: the head's drafts per row, the best number above 0, and the rows.
         self._depth = self._best_drafted = self._num_rows = 0
         self._expected: list[tuple[float, ...]] = [(0.0, 1.0)]  # tokens and cost by these drafts
-        self._since_review, self._since_probe = 0, _LONG_REST - _REST  # steps since the last one
-        self._since_copy = self._wait = 0  # steps since a copy; until the next look for runs
-        self._idle, self._is_unknown = False, True  # no drafts; the next probe's cost is not known
-        self._probes_head = False  # the windows that wait are a probe: they are verified
-        self._unmeasured = 0  # steps for which no step without drafts was measured
-        self._sync, self._gain, self._since_gain = False, 0.0, 0  # see `_reads_first`
+        self._since_review = self._since_copy = self._since_plain = 0  # steps since the last one
+        self._since_probe, self._rest = _LONG_REST - _REST, _REST  # likewise; before the next probe
+        self._wait = self._quiet = 0  # steps until the next look for runs; while the choice stays
+        self._last, self._probes_head = Choice((), ()), False  # last choice; if its drafts probe
+        self._gain, self._since_gain = 0.0, 0  # see `_reads_first`
 
     def choose(self, rows: DraftRows, *, steady: bool, waiting: int = 0) -> Choice:
         """Choose the drafts of `rows`; `steady` is True if no chunk is prefilled in this step."""
@@ -204,37 +203,38 @@ class AdaptiveDrafts:
         changed = joined or len(rows) < self._num_rows
         self._since_review += 1
         self._since_copy = 0 if joined else self._since_copy + 1
-        self._wait = 0 if changed else self._wait - 1
+        self._wait, self._quiet = (0, 0) if changed else (self._wait - 1, self._quiet - 1)
         host: list[list[float]] = [[] for _ in rows]
         if self._wait <= 0:
             for number, row in enumerate(rows):
                 row.source, host[number] = row.offer(min(row.ahead, row.expected))
             self._wait = 0 if any(host) else min(self._since_copy // _WAIT_SHARE, _LONGEST_WAIT)
-        reviews = changed or self._since_review >= _STEPS_PER_REVIEW
-        if self._idle and self._since_probe < _LONG_REST and not (reviews or any(host)):
-            self._since_probe += 1
-            return Choice((0,) * len(rows), (0,) * len(rows))
+        if self._quiet > 0 and not any(host):
+            self._since_probe, self._since_plain = self._since_probe + 1, self._since_plain + 1
+            return self._last
         head = self._head_rates.cumulative_acceptance()
         drafted = [head[: row.waiting] for row in rows]
         # Drafts delay requests that are `waiting` for a row: they must pay in the batch with these.
-        costs = self._costs.of_batch(len(rows), sync=self._sync, others=waiting)
+        costs = self._costs.of_batch(len(rows), sync=self._last.sync, others=waiting)
         plain, windows = self._must_measure_plain(len(rows)), (0,) * len(rows)
         if any(host) and not (plain or self._probes_head):
             windows = best_windows(costs, drafted, host).host
             self._since_copy = 0 if any(windows) else self._since_copy
         copied = [run[:count] for run, count in zip(host, windows)]
-        if reviews or any(windows):
+        if changed or any(windows) or self._since_review >= _STEPS_PER_REVIEW:
             self._review(costs, rows, head, copied)
         depth = 0 if plain else self._depth_or_probe(len(rows), changed)
         self._probes_head = depth > self._depth
         counts = tuple(depth if row.fixed is None else row.fixed for row in rows)
+        may_stay = not any(host) and [row.waiting for row in rows] == [*counts]
         for row, count, own, copies in zip(rows, counts, drafted, windows):
             row.waiting, row.expected = count, 1 + (copies or sum(own, 0.0))
-        self._sync = any(host) and not plain and self._reads_first(rows, head)
-        self._idle = not any((plain, *windows, *counts, *map(len, drafted), self._is_unknown))
-        choice = Choice(counts, windows, self._sync)
-        self._note(costs, rows, choice, [run or head[:n] for run, n in zip(copied, counts)])
-        return choice
+        sync = any(host) and not plain and self._reads_first(rows, head)
+        self._last = Choice(counts, windows, sync)
+        self._note(costs, rows, self._last, [run or head[:n] for run, n in zip(copied, counts)])
+        left = _STEPS_PER_REVIEW - self._since_review, _REST - self._since_plain
+        self._quiet = may_stay * min(*left, self._rest - self._since_probe)
+        return self._last
 
     def observe(self, head: Sequence[HeadWindow], shape: StepShape, seconds: float | None) -> None:
         """Learn from a step: its windows of the head's drafts, and its duration if it is known."""
@@ -285,24 +285,24 @@ class AdaptiveDrafts:
 
     def _must_measure_plain(self, num_rows: int) -> bool:
         """Returns True if this step has no drafts: what drafts cost is relative to its time."""
-        self._unmeasured = 0 if self._costs.has_plain(num_rows) else self._unmeasured + 1
-        if self._unmeasured >= _REST + _PLAIN_STEPS:
-            self._unmeasured = _REST - _LONG_REST
-        return self._unmeasured >= _REST
+        self._since_plain = 0 if self._costs.has_plain(num_rows) else self._since_plain + 1
+        if self._since_plain >= _REST + _PLAIN_STEPS:
+            self._since_plain = _REST - _LONG_REST
+        return self._since_plain >= _REST
 
     def _depth_or_probe(self, num_rows: int, changed: bool) -> int:
         """Returns the chosen depth or, during a probe, another one, to measure its cost."""
         self._since_probe += 1
         more = min(self._depth + 1 if self._depth else self._best_drafted, self._most)
-        self._is_unknown = more > 0 and not self._costs.has_measured(num_rows, more)
-        rest = _REST if self._is_unknown else _LONG_REST
-        measures = self._is_unknown or self._depth > 0  # a cost: the rows must stay the same
+        is_unknown = more > 0 and not self._costs.has_measured(num_rows, more)
+        self._rest = _REST if is_unknown else _LONG_REST
+        measures = is_unknown or self._depth > 0  # a cost: the rows must stay the same
         steps = _PROBE_STEPS if measures else math.ceil(_PROBE_STEPS / num_rows)
-        if self._since_probe > rest + (0 if changed and measures else steps):
-            self._since_probe = rest - _REST if changed and measures else 0
-        if self._since_probe <= rest:
+        if self._since_probe > self._rest + (0 if changed and measures else steps):
+            self._since_probe = self._rest - _REST if changed and measures else 0
+        if self._since_probe <= self._rest:
             return self._depth
-        return more if self._is_unknown or not self._depth else 0
+        return more if is_unknown or not self._depth else 0
 
     def _note(
         self, costs: BatchCosts, rows: DraftRows, choice: Choice, windows: Acceptance

@@ -1,24 +1,39 @@
 """How the benchmark of the policy's estimates sums up what came of them."""
 
+import itertools
 import random
 from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.calibrated import _Draft, _of_drafts, _Step, _svg, calibrated, of_steps
+from benchmarks.calibrated import (
+    _ACCEPTANCES,
+    _MATCHES,
+    _POSITIONS,
+    _Draft,
+    _of_drafts,
+    _Step,
+    _svg,
+    calibrated,
+    of_steps,
+)
 from mlx_mtp.speculative.costs import StepShape
 
 
 def test_true_estimates_lie_on_the_diagonal():
     chance = random.Random(1)
     estimates = [chance.random() for _ in range(20_000)]
-    drafts = [_Draft("head", each, chance.random() < each) for each in estimates]
-    drafts += [_Draft("copies", 0.75, False)] * 40
-    *of_head, of_copies = _of_drafts(drafts)
+    drafts = [_Draft("head", each, chance.random() < each, 1, 0) for each in estimates]
+    drafts += [_Draft("copies", 0.75, False, 7, 3)] * 40
+    *of_head, of_copies = _of_drafts(drafts, _ACCEPTANCES, lambda each: each.estimated)
     assert sum(point.number for point in of_head) == len(estimates)
     for point in of_head:
         assert point.measured == pytest.approx(point.estimated, abs=0.04)
     assert of_copies == ("copies", "0.7 to 0.8", 40, 0.75, 0.0)
+    _, of_copies = _of_drafts(drafts, _POSITIONS, lambda each: each.position)
+    assert of_copies == ("copies", "5 to 8", 40, 0.75, 0.0)
+    of_copies = [*_of_drafts(drafts[-40:], _MATCHES, lambda each: each.match)]
+    assert of_copies == [("copies", "3", 40, 0.75, 0.0)]
 
 
 def test_costs_are_relative_to_thoseof_steps_of_as_many_rows():
@@ -46,8 +61,11 @@ def test_estimates_and_outcomes_of_a_run(tmp_path):
     file = tmp_path / "estimates.svg"
     rows = [*calibrated(work=("same",), streams=(4,), rounds=4, picture=file)]
     drafts = [each for each in rows if isinstance(each, dict) and "drafts" in each]
-    for source in ("head", "copies"):
-        own = [each for each in drafts if each["source"] == source]
+    for group, source in (
+        *itertools.product(("acceptance", "position"), ("head", "copies")),
+        ("match", "copies"),
+    ):
+        own = [each for each in drafts if each["source"] == source and group in each]
         expected, right = (
             sum(each[name] * each["drafts"] for each in own) for name in ("estimated", "measured")
         )

@@ -697,6 +697,34 @@ def test_never_slower_than_any_fixed_choice(size, copies):
         assert sum(of_machine) > 0.97 * len(of_machine)
 
 
+@pytest.mark.parametrize("size", [1, 16, full(4)])
+def test_a_choice_that_stays_is_the_one_that_would_be_made(size):
+    """Rows can't copy, and batches change every 50 steps."""
+
+    class Counted(AdaptiveDrafts):
+        made = 0
+
+        def _note(self, *given) -> None:
+            self.made += 1
+            super()._note(*given)
+
+    class EachStep(Counted):
+        _quiet = property(lambda self: 0, lambda self, _: None)
+
+    for parts, rates in itertools.product(MACHINES.values(), (REAL, LOW)):
+        results, made = [], []
+        for kind in Counted, EachStep:
+            machine, costs = machine_of(parts, rates), StepCosts()
+            calibrate(parts, costs)
+            policy = kind(costs)
+            for _ in range(8):
+                machine.run(policy, size, 50)
+            results.append((machine.tokens, machine.seconds, policy.choices))
+            made.append(policy.made)
+        assert results[0] == results[1]
+        assert made[0] < 0.6 * made[1]
+
+
 @pytest.mark.parametrize("steps", [50, 52])
 def test_a_probe_of_acceptance_goes_on_with_other_rows(steps):
     """Where nothing pays, batches that end in each probe must not begin it again."""
