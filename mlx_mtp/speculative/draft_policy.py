@@ -233,7 +233,7 @@ class AdaptiveDrafts:
         self._last = Choice(counts, windows, sync)
         self._note(costs, rows, self._last, [run or head[:n] for run, n in zip(copied, counts)])
         left = _STEPS_PER_REVIEW - self._since_review, _REST - self._since_plain
-        self._quiet = may_stay * min(*left, self._rest - self._since_probe)
+        self._quiet = min(*left, self._rest - self._since_probe) if may_stay else 0
         return self._last
 
     def observe(self, head: Sequence[HeadWindow], shape: StepShape, seconds: float | None) -> None:
