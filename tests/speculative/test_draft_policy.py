@@ -430,6 +430,25 @@ def test_looks_become_rare_and_drafters_read_all_tokens(head):
         assert not rows[0].unread
 
 
+def test_a_run_too_weak_to_copy_keeps_looks_frequent_only_while_it_lasts():
+    looks = list[int]()
+
+    class Listener(Run):
+        def extend(self, tokens: Sequence[int]) -> None:
+            looks.append(step)
+
+    costs, run = StepCosts(), Listener([])
+    calibrate(Parts(lambda n: 8 + 3 * n, head=(3.0, 0.0)), costs)
+    policy, row = AdaptiveDrafts(costs, 0), RowDrafting(host={"copy": run})
+    for step in range(300):
+        run.rates = [0.1] if 200 <= step < 220 else []
+        row.unread.append(step)
+        assert not any(policy.choose([row], steady=True).host)
+        policy.observe([], StepShape(1, 0, 0, 0), 0.011)
+    assert {*range(208, 220)} <= {*looks}
+    assert len([each for each in looks if each > 220]) <= 80 / 8 + 1
+
+
 def speed_of(price: Callable[[StepShape], float], head, copies, num_passes: int) -> float:
     """Returns the speed of windows with these cumulative acceptances; copies replace the head's."""
     windows = [c or h for h, c in zip(head, copies)]
