@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 from benchmarks import Rows, row
@@ -34,6 +34,7 @@ _TOKENS = (1.0, "1"), (2.0, "2"), (3.0, "3"), (4.0, "4"), (8.0, "5 to 8"), (64.0
 _ACCEPTANCES = (0.2, "0.0 to 0.2"), *((n / 10, f"{(n - 1) / 10} to {n / 10}") for n in range(3, 11))
 _POSITIONS = (1, "1"), (2, "2"), (4, "3 to 4"), (8, "5 to 8"), (16, "9 to 16")
 _MATCHES = (3, "3"), (7, "4 to 7"), (15, "8 to 15"), (31, "16 to 31"), (MOST_MATCH, "32 or more")
+_T = TypeVar("_T")
 _Classes = Sequence[tuple[float, str]]
 _FEWEST = 30  # drafts, or steps, of a point
 _SIDE, _MARGIN, _MOST_COST = 320, 50, 4.0  # pixels of a plot and beside it; end of the costs' axes
@@ -230,10 +231,10 @@ def _class_of(value: float, classes: _Classes) -> str:
     return next(name for most, name in classes if value <= most)
 
 
-def _grouped(steps: Sequence[_Step], key: Callable[[_Step], Any]) -> dict[Any, list[_Step]]:
-    groups = defaultdict[Any, list[_Step]](list)
-    for step in steps:
-        groups[key(step)].append(step)
+def _grouped(items: Sequence[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
+    groups = defaultdict[Any, list[_T]](list)
+    for each in items:
+        groups[key(each)].append(each)
     return groups
 
 
