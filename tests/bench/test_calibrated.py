@@ -36,7 +36,7 @@ def test_true_estimates_lie_on_the_diagonal():
     assert of_copies == [("copies", "3", 40, 0.75, 0.0)]
 
 
-def test_costs_are_relative_to_thoseof_steps_of_as_many_rows():
+def test_costs_are_relative_to_those_of_steps_of_as_many_rows():
     steps = [
         _Step(source, StepShape(rows, drafts, 0, drafts / rows), rows * cost * wrong / 100, cost)
         for rows in (2, 4)
