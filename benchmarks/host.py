@@ -230,6 +230,8 @@ def _count(core: EngineCore) -> dict[str, Counter[str]]:
     parts, counts, launch = _Parts(), [Counter[str]()], mx.async_eval
 
     def counted(*arrays: Any) -> None:
+        if not parts.returned.keys() >= {*_COUNTED}:
+            return  # Arrays launched early leave the graph, which is counted as a whole.
         returned = [parts.returned[name] for name in _COUNTED]
         counts.extend(_operations(returned[: n + 1]) for n in range(len(returned)))
         counts.append(_operations([returned, arrays]))

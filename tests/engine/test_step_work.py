@@ -27,7 +27,8 @@ def test_operations_and_launches(tmp_path, shape):
     for row, (operations, launches) in zip(
         json.loads(path.read_text())["rows"], _MOST[shape], strict=True
     ):
-        assert row["operations"] <= operations and row["launches"] <= launches, row
+        assert 0.8 * operations < row["operations"] <= operations, row
+        assert 0.8 * launches < row["launches"] <= launches, row
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
