@@ -28,14 +28,11 @@ class HostDrafter(Protocol):
         """Returns the acceptance up to each token after the first `ahead`; [] if it has no run."""
 
 
-_SOURCES = {"copy": NgramSource}
-
-
 class HostSources:
     """The sources in use, by name; each keeps at most `limit` bytes of earlier answers."""
 
     def __init__(self, names: Sequence[str] = (), limit: int = 0) -> None:
-        self._sources = {name: _SOURCES[name](limit) for name in names}
+        self._sources = {name: NgramSource(limit) for name in names}
 
     def drafters(
         self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False

@@ -319,8 +319,9 @@ def test_a_number_of_drafts_that_takes_more_than_its_neighbours_is_learned():
 def test_only_windows_of_the_head_measure_its_drafts():
     cells = ((HOST, 4, (4, 16)), (MTP, 4, (1, 2)))
     costs = calibrated(lambda shape: 0.01 + 0.001 * shape.drafts, cells)
-    assert [costs.has_measured(rows, 2) for rows in (1, 4, 9, 16)] == [False, True, True, False]
-    assert not costs.has_measured(4, 3)
+    known = [costs.has_measured(rows, 2, (MTP, USE)) for rows in (1, 4, 9, 16)]
+    assert known == [False, True, True, False]
+    assert not costs.has_measured(4, 3, (MTP, USE)) and not costs.has_measured(4, 2, (USE,))
 
 
 def test_late_steps_and_first_launches_change_nothing():
