@@ -7,6 +7,10 @@ safe_path.drop_current_directory()
 
 import sys  # noqa: E402
 
+from mlx_mtp.backend import use_fast_malloc  # noqa: E402
+
+use_fast_malloc()
+
 from mlx_mtp.server.adopted import watch_starter  # noqa: E402
 
 watch_starter()

@@ -15,7 +15,7 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _CUDA_DISTRIBUTIONS = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
 _BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _REFERENCE_BLAS = "reference BLAS (slow)"
+_JEMALLOC = "libjemalloc.so.2"
 
 
 class BackendInfo(NamedTuple):
@@ -53,9 +54,36 @@ def prepare() -> BackendInfo:
     if device == "CUDA" and not _has_fast_malloc():
         logger.info(
             "Steps of few rows wait for the C library's malloc. With jemalloc they take up to a "
-            "quarter less time: sudo apt install libjemalloc2, and set LD_PRELOAD=libjemalloc.so.2."
+            "quarter less time: sudo apt install libjemalloc2, and start again."
         )
     return BackendInfo(device, blas, _installed_version("mlx") or "unknown")
+
+
+def use_fast_malloc(environ: MutableMapping[str, str] = os.environ) -> None:
+    """On CUDA, start this program anew with jemalloc, or with larger caches of glibc's malloc.
+
+    Only a new program can get another malloc. Call this before anything else: the process stays the
+    same, with its open files, but begins again. mlx makes and frees thousands of nodes per step.
+    """
+    is_cuda = platform.system() == "Linux" and any(map(_installed_version, _CUDA_DISTRIBUTIONS))
+    preloaded = environ.get("LD_PRELOAD", "")
+    if not is_cuda or "malloc" in preloaded:
+        return
+    if _can_load(_JEMALLOC):
+        environ["LD_PRELOAD"] = f"{_JEMALLOC}:{preloaded}".strip(":")
+    elif "GLIBC_TUNABLES" not in environ:
+        environ["GLIBC_TUNABLES"] = "glibc.malloc.tcache_count=20000"
+    else:
+        return
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _can_load(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:  # Its thread-local storage may have no room but in a new program.
+        return "static TLS" in str(error)
+    return True
 
 
 def _keep_file_limit() -> None:

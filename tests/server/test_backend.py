@@ -64,7 +64,58 @@ def test_jemalloc_is_recommended_beside_a_gpu(monkeypatch, caplog, device, symbo
     )
     with caplog.at_level("INFO", "mlx_mtp"):
         backend.prepare.__wrapped__()
-    assert ("LD_PRELOAD=libjemalloc.so.2" in caplog.text) == is_told
+    assert ("apt install libjemalloc2" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("installed", "can_load", "given", "changed"),
+    [
+        ("mlx-cuda-13", True, {}, {"LD_PRELOAD": "libjemalloc.so.2"}),
+        ("mlx-cuda-12", True, {"LD_PRELOAD": "a.so"}, {"LD_PRELOAD": "libjemalloc.so.2:a.so"}),
+        ("mlx-cuda-13", True, {"LD_PRELOAD": "libtcmalloc.so.4"}, {}),
+        ("mlx-cuda-13", False, {}, {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=20000"}),
+        ("mlx-cuda-13", False, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, {}),
+        ("mlx-cpu", True, {}, {}),
+    ],
+)
+def test_a_program_on_cuda_begins_again_with_a_faster_malloc(
+    monkeypatch, installed, can_load, given, changed
+):
+    started, environ = [], dict(given)
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(backend, "_installed_version", lambda name: "1" * (name == installed))
+    monkeypatch.setattr(backend, "_can_load", lambda _: can_load)
+    monkeypatch.setattr(os, "execv", lambda *command: started.append(command))
+    backend.use_fast_malloc(environ)
+    assert environ == given | changed
+    assert len(started) == bool(changed)
+    backend.use_fast_malloc(environ)
+    assert environ == given | changed and len(started) == bool(changed), "it has begun again once"
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="CUDA is on Linux")
+def test_the_program_keeps_its_arguments_and_its_process(tmp_path):
+    info = tmp_path / "mlx_cuda_13-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx-cuda-13\nVersion: 1\n")
+    (tmp_path / "program.py").write_text(
+        "import os, sys\nprint('begun', os.getpid(), sys.argv[1:], flush=True)\n"
+        "from mlx_mtp import backend\nbackend._can_load = lambda _: False\n"
+        "backend.use_fast_malloc()\nprint(os.environ['GLIBC_TUNABLES'], sys.stdin.read())\n"
+    )
+    environ = {key: os.environ[key] for key in os.environ.keys() - {"GLIBC_TUNABLES", "LD_PRELOAD"}}
+    process = subprocess.run(
+        [sys.executable, "-m", "program", "a b", "-x"],
+        cwd=tmp_path,
+        env=environ | {"PYTHONPATH": str(tmp_path)},
+        input="typed",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second, last = process.stdout.splitlines()
+    assert first == second and first.endswith("['a b', '-x']")
+    assert last == "glibc.malloc.tcache_count=20000 typed"
 
 
 def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
