@@ -29,11 +29,13 @@ from mlx_mtp.speculative.ngram import MOST_MATCH, NgramDrafter
 from mlx_mtp.text.tokenizer import Tokenizer
 
 # Classes: the maximum of each, and its name. Of tokens per row of a step, of a draft's estimated
-# acceptance and position in its window, and of the length of the match before a copied run.
+# acceptance and position in its window, and of a copied run: the length of the match before it, and
+# the share of the row's last run that was right.
 _TOKENS = (1.0, "1"), (2.0, "2"), (3.0, "3"), (4.0, "4"), (8.0, "5 to 8"), (64.0, "more")
 _ACCEPTANCES = (0.2, "0.0 to 0.2"), *((n / 10, f"{(n - 1) / 10} to {n / 10}") for n in range(3, 11))
 _POSITIONS = (1, "1"), (2, "2"), (4, "3 to 4"), (8, "5 to 8"), (16, "9 to 16")
 _MATCHES = (3, "3"), (7, "4 to 7"), (15, "8 to 15"), (31, "16 to 31"), (MOST_MATCH, "32 or more")
+_LAST = (-1.0, "first run"), (0.0, "wrong"), (0.5, "half"), (0.99, "most"), (1.0, "right")
 _T = TypeVar("_T")
 _Classes = Sequence[tuple[float, str]]
 _FEWEST = 30  # drafts, or steps, of a point
@@ -47,6 +49,7 @@ class _Draft(NamedTuple):
     accepted: bool  # this draft and all before it in its window were emitted
     position: int  # in its window, from 1
     match: int  # length of the match before a copied run, when it was chosen
+    last: float  # share of the row's last copied run that was emitted, as known then; -1: none
 
 
 class _Step(NamedTuple):
@@ -71,9 +74,11 @@ class Watch:
 
     def __init__(self) -> None:
         self.drafts, self.steps = list[_Draft](), list[_Step]()
-        # Of each row in the last choice: acceptance of its run and of the head's drafts; the match.
-        self._offered: list[tuple[Sequence[float], Sequence[float], int]] = []
-        self._estimates: dict[StepRow, tuple[Sequence[float], int]] = {}
+        # Of each row in the last choice: acceptance of its run and of the head's drafts, and the
+        # run's classes (`match` and `last` of `_Draft`).
+        self._offered: list[tuple[Sequence[float], Sequence[float], int, float]] = []
+        self._estimates: dict[StepRow, tuple[Sequence[float], int, float]] = {}
+        self._last: dict[RowDrafting, float] = {}
         self._copies = False
 
     def choose(self, policy: Any, rows: Sequence[RowDrafting], **how: Any) -> Choice:
@@ -82,26 +87,34 @@ class Watch:
         choice = _CHOOSE(policy, rows, **how)
         # A row with unread tokens was not asked for a run.
         self._offered = [
-            ([] if each.unread else each.offer(ahead)[1], head[:waiting], _match(each))
+            (
+                [] if each.unread else each.offer(ahead)[1],
+                head[:waiting],
+                _match(each),
+                self._last.get(each, -1.0),
+            )
             for each, ahead, waiting in before
         ]
         return choice
 
     def plan(self, scheduler: Scheduler, chunk: Any, decode: tuple[StepRow, ...]) -> bool:
         sync = _PLAN(scheduler, chunk, decode)
-        for each, (host, head, match) in zip(decode, self._offered):
-            self._estimates[each] = (head if each.source == MTP else host), match
+        for each, (host, head, match, last) in zip(decode, self._offered):
+            self._estimates[each] = (head if each.source == MTP else host), match, last
         return sync
 
     def observe(self, scheduler: Scheduler, step: InFlightStep) -> None:
         for each in step.rows:
             source = "head" if each.source == MTP else "copies"
-            estimates, match = self._estimates.pop(each, ((), 0))
+            estimates, match, last = self._estimates.pop(each, ((), 0, -1.0))
             # As in `HeadRates`, drafts after an answer's end count as rejected.
             if each.num_cached:
                 for place, estimate in enumerate(estimates[: each.num_verified]):
                     accepted = place < each.num_accepted
-                    self.drafts.append(_Draft(source, estimate, accepted, place + 1, match))
+                    self.drafts.append(_Draft(source, estimate, accepted, place + 1, match, last))
+                if each.source != MTP and each.num_verified:
+                    share = each.num_accepted / each.num_verified
+                    self._last[each.sequence.drafting] = share
         self._copies = any(each.source != MTP for each in step.rows)
         _OBSERVE(scheduler, step)
 
@@ -136,9 +149,10 @@ def calibrated(
     streams has an engine of its own, which has calibrated its costs before. A draft's estimate is
     the probability that it and all drafts before it in its window are emitted; those after an
     answer's end are not. Drafts are grouped by estimate, by position in the window and, if they are
-    copies, by the length of the match before their run. A step's cost is relative to a step without
-    drafts. As few steps have no drafts, measured costs are scaled so that the median of measured
-    over estimated cost is 1 for each number of rows.
+    copies, by the length of the match before their run, and by how much of the row's last run was
+    right. A step's cost is relative to a step without drafts. As few steps have no drafts, measured
+    costs are scaled so that the median of measured over estimated cost is 1 for each number of
+    rows.
 
     Args:
         work: kinds of requests, as in `never_slower`
@@ -156,7 +170,9 @@ def calibrated(
     rates = [*_of_drafts(drafts, _ACCEPTANCES, lambda each: each.estimated)]
     positions = _of_drafts(drafts, _POSITIONS, lambda each: each.position)
     matches = _of_drafts(copies, _MATCHES, lambda each: each.match)
-    for name, points in ("acceptance", rates), ("position", positions), ("match", matches):
+    ends = _of_drafts(copies, _LAST, lambda each: each.last)
+    groups = ("acceptance", rates), ("position", positions), ("match", matches), ("last run", ends)
+    for name, points in groups:
         names = f"source | {name} | drafts | estimated | measured"
         yield from (row(names, *each) for each in points)
     yield from (row("source | rows x tokens | steps | estimated | measured", *c) for c in costs)

@@ -231,7 +231,7 @@ def _count(core: EngineCore) -> dict[str, Counter[str]]:
 
     def counted(*arrays: Any) -> None:
         if not parts.returned.keys() >= {*_COUNTED}:
-            return  # Arrays launched early leave the graph, which is counted as a whole.
+            return  # Not launched early: evaluated arrays vanish from the graph.
         returned = [parts.returned[name] for name in _COUNTED]
         counts.extend(_operations(returned[: n + 1]) for n in range(len(returned)))
         counts.append(_operations([returned, arrays]))

@@ -28,6 +28,7 @@ _CUDA_DISTRIBUTIONS = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
 _BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _REFERENCE_BLAS = "reference BLAS (slow)"
 _JEMALLOC = "libjemalloc.so.2"
+_BEFORE = "MLX_MTP_BEFORE"  # environment variable: a variable that was changed, such as A=before
 
 
 class BackendInfo(NamedTuple):
@@ -63,18 +64,25 @@ def use_fast_malloc(environ: MutableMapping[str, str] = os.environ) -> None:
     """On CUDA, start this program anew with jemalloc, or with larger caches of glibc's malloc.
 
     Only a new program can get another malloc. Call this before anything else: the process stays the
-    same, with its open files, but begins again. mlx makes and frees thousands of nodes per step.
+    same, with its open files, but begins again. What it starts itself gets the environment as it
+    was. mlx makes and frees thousands of nodes per step.
     """
+    if _BEFORE in environ:  # It has begun again.
+        name, _, before = environ.pop(_BEFORE).partition("=")
+        environ[name] = before
+        if not before:
+            del environ[name]
+        return
     is_cuda = platform.system() == "Linux" and any(map(_installed_version, _CUDA_DISTRIBUTIONS))
-    preloaded = environ.get("LD_PRELOAD", "")
-    if not is_cuda or "malloc" in preloaded:
+    preloaded, tuned = (environ.get(name, "") for name in ("LD_PRELOAD", "GLIBC_TUNABLES"))
+    if not is_cuda or "malloc" in preloaded + tuned:
         return
+    name, before, now = "GLIBC_TUNABLES", tuned, "glibc.malloc.tcache_count=20000"
     if _can_load(_JEMALLOC):
-        environ["LD_PRELOAD"] = f"{_JEMALLOC}:{preloaded}".strip(":")
-    elif "GLIBC_TUNABLES" not in environ:
-        environ["GLIBC_TUNABLES"] = "glibc.malloc.tcache_count=20000"
-    else:
-        return
+        name, before, now = "LD_PRELOAD", preloaded, _JEMALLOC
+    environ[_BEFORE], environ[name] = f"{name}={before}", f"{before}:{now}".lstrip(":")
+    if not sys.flags.safe_path:
+        environ.pop("PYTHONSAFEPATH", None)  # See `safe_path`; this program sets it again.
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

@@ -5,6 +5,7 @@ the costs of windows can be inferred from steps with other numbers of rows. Step
 use, and while no request runs (`mlx_mtp/calibration`); `table` carries costs to the next run.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from statistics import median_low
@@ -116,6 +117,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._table: dict[CostKey, float] = {}
+        self._times = Counter[CostKey]()  # how often each cell was measured
         self.load_table({})
         self._steps: list[tuple[StepShape, float]] = []  # steps of the incomplete block
         # The first launch of a shape is not measured: it compiles kernels and fills buffer pools.
@@ -147,9 +149,9 @@ class StepCosts:
         return self._batch_costs[rows][sync]._replace(others=others)
 
     def has_measured(self, rows: int, depth: int, kinds: Sequence[str]) -> bool:
-        """Returns True if `depth` or more drafts of the head in about `rows` rows were measured."""
-        near = (c for c in self._table if c.size >= depth and 0.4 < c.rows / rows < 2.5)
-        return any(cell.kind in kinds for cell in near)
+        """Returns True if `depth` or more drafts of the head in about `rows` rows ran twice."""
+        near = [c for c in self._times if c.size >= depth and 0.4 < c.rows / rows < 2.5]
+        return sum(self._times[cell] for cell in near if cell.kind in kinds) >= 2
 
     def has_plain(self, rows: int) -> bool:
         """Returns True if steps of about `rows` rows without drafts were measured in use."""
@@ -161,8 +163,9 @@ class StepCosts:
 
     def load_table(self, table: Table) -> None:
         """Estimate anew, also from costs measured while no request ran or in an earlier run."""
-        kinds = MTP, HOST, RAGGED, SYNC, USE
-        self._table |= {cell: seconds for cell, seconds in table.items() if cell.kind in kinds}
+        steps = [cell for cell in table if cell.kind in (MTP, HOST, RAGGED, SYNC, USE)]
+        self._table |= {cell: table[cell] for cell in steps}
+        self._times |= Counter(steps * 2)
         self._mean, self._covariance = map(np.copy, _prior())  # of the coefficients
         self._unit = 0.0  # seconds of the prior's unit; 0: not known yet
         self._batch_costs: dict[int, tuple[BatchCosts, BatchCosts]] = {}
@@ -189,6 +192,7 @@ class StepCosts:
         key = CostKey(USE, *self._kind[:2])
         if {*shapes} == {key.shape}:
             self._table[key] = seconds
+            self._times[key] += 1
 
     def _learn(self, features: Vector, seconds: float) -> None:
         speed = _SPEED_CHANGES

@@ -27,10 +27,10 @@ _GOES_ON = 0.85  # probability that rows that copy do so in the next step, too
 _TYPICAL, _LIMITS = 4, (0, 1, 2, 3, 4, 5, 6, 8, 10, 13, MAX_HOST_DRAFTS)
 _STEPS_PER_REVIEW = 8  # if no row copies, no chunk is prefilled and the number of rows is unchanged
 # A probe has other drafts of the head for _PROBE_STEPS steps: one more per row, or none if that is
-# known; where nothing is drafted, the best number, for _PROBE_STEPS windows if it can't pay. All
-# its times are known _IN_FLIGHT steps later. The next one comes in _LONG_REST steps; in _REST if a
-# cost is unknown, at first, or if rows changed. Without a plain step in _REST, _PLAIN_STEPS follow.
-_REST, _LONG_REST, _PROBE_STEPS, _PLAIN_STEPS, _IN_FLIGHT = 48, 1024, 7, 12, 3
+# known; where nothing is drafted, the best number, for _PROBE_STEPS windows if it can't pay. The
+# next one comes in _LONG_REST steps; in _REST if a cost is unknown, at first, or if rows changed.
+# Without a plain step in _REST, _PLAIN_STEPS follow.
+_REST, _LONG_REST, _PROBE_STEPS, _PLAIN_STEPS = 48, 1024, 5, 12
 # N steps after a copy, looks for runs are N / _WAIT_SHARE steps apart, at most _LONGEST_WAIT.
 _WAIT_SHARE, _LONGEST_WAIT = 6, 8
 # Steps per estimate of the gain of reading first, and the weight of an estimate in their mean.
@@ -192,7 +192,8 @@ class AdaptiveDrafts:
         self._depth = self._best_drafted = self._num_rows = 0
         self._expected: list[tuple[float, ...]] = [(0.0, 1.0)]  # tokens and cost by these drafts
         self._since_review = self._since_copy = self._since_plain = 0  # steps since the last one
-        self._until_probe = _REST  # steps before the next probe; below 0 in one, and just after it
+        self._since_probe = self._until_probe = self._probed = 0  # steps since, until, in a probe
+        self._rest = _REST  # steps from the last probe to the next one if costs are known
         self._wait = self._quiet = 0  # steps until the next look for runs; while the choice stays
         self._last, self._probes_head = Choice((), ()), False  # last choice; if its drafts probe
         self._gain, self._since_gain = 0.0, 0  # see `_reads_first`
@@ -210,7 +211,7 @@ class AdaptiveDrafts:
                 row.source, host[number] = row.offer(min(row.ahead, row.expected))
             self._wait = 0 if any(host) else min(self._since_copy // _WAIT_SHARE, _LONGEST_WAIT)
         if self._quiet > 0 and not any(host):
-            self._until_probe, self._since_plain = self._until_probe - 1, self._since_plain + 1
+            self._since_probe, self._since_plain = self._since_probe + 1, self._since_plain + 1
             return self._last
         head = self._head_rates.cumulative_acceptance()
         drafted = [head[: row.waiting] for row in rows]
@@ -223,7 +224,7 @@ class AdaptiveDrafts:
         copied = [run[:count] for run, count in zip(host, windows)]
         if changed or any(windows) or self._since_review >= _STEPS_PER_REVIEW:
             self._review(costs, rows, head, copied)
-        depth = 0 if plain else self._depth_or_probe(len(rows), changed)
+        depth = 0 if plain else self._depth_or_probe(rows, changed)
         self._probes_head = depth > self._depth
         counts = tuple(depth if row.fixed is None else row.fixed for row in rows)
         may_stay = not any(host) and [row.waiting for row in rows] == [*counts]
@@ -231,7 +232,7 @@ class AdaptiveDrafts:
             row.waiting, row.expected = count, 1 + (copies or sum(own, 0.0))
         sync = any(host) and not plain and self._reads_first(rows, head)
         self._last = Choice(counts, windows, sync)
-        self._note(costs, rows, self._last, [run or head[:n] for run, n in zip(copied, counts)])
+        self._note(costs, rows, [run or head[:n] for run, n in zip(copied, counts)])
         left = _STEPS_PER_REVIEW - self._since_review, _REST - self._since_plain
         self._quiet = min(*left, self._until_probe) if may_stay else 0
         return self._last
@@ -290,36 +291,33 @@ class AdaptiveDrafts:
             self._since_plain = _REST - _LONG_REST
         return self._since_plain >= _REST
 
-    def _depth_or_probe(self, num_rows: int, changed: bool) -> int:
+    def _depth_or_probe(self, rows: DraftRows, changed: bool) -> int:
         """Returns the chosen depth or, during a probe, another one, to measure its cost."""
         more = min(self._depth + 1 if self._depth else self._best_drafted, self._most)
         (tokens, cost), (with_more, cost_of_more) = (self._expected[n] for n in (self._depth, more))
         # A calibrated cost can be too high: it must be measured in use if 2/3 of it would pay.
         may_pay = with_more / tokens - 1 > (cost_of_more / cost - 1) * 2 / 3
-        is_unknown = not self._costs.has_measured(num_rows, more, (USE,) if may_pay else (MTP, USE))
-        measures = is_unknown or may_pay or self._depth > 0  # a cost: the rows must stay the same
-        steps = _PROBE_STEPS if measures else math.ceil(_PROBE_STEPS / num_rows)
-        self._until_probe -= 1
-        probes = -steps <= self._until_probe < 0
-        if probes and changed and measures:
-            self._until_probe, probes = _REST, False
-        elif self._until_probe < -steps - _IN_FLIGHT:
-            self._until_probe = _LONG_REST
-        if is_unknown:
-            self._until_probe = min(self._until_probe, _REST)
-        if not probes:
-            return self._depth
-        return more if is_unknown or not self._depth else 0
+        kinds = (USE,) if may_pay and all(row.fixed is None for row in rows) else (MTP, USE)
+        is_unknown = not self._costs.has_measured(len(rows), more, kinds)
+        measures = is_unknown or self._depth > 0  # a cost: the rows must stay the same
+        steps = _PROBE_STEPS if measures or may_pay else math.ceil(_PROBE_STEPS / len(rows))
+        self._since_probe += 1
+        self._until_probe = (_REST if is_unknown else self._rest) - self._since_probe
+        if self._probed or self._until_probe < 0:
+            self._probed, self._until_probe = self._probed + 1, 0
+            if self._probed > (0 if changed and measures else steps):
+                self._rest = _REST if changed and measures else _LONG_REST
+                self._since_probe = self._probed = 0
+        other = more if is_unknown or not self._depth else 0
+        return other if self._probed else self._depth
 
-    def _note(
-        self, costs: BatchCosts, rows: DraftRows, choice: Choice, windows: Acceptance
-    ) -> None:
-        """Set `choices` and `reason`, given the windows while the choice stays."""
+    def _note(self, costs: BatchCosts, rows: DraftRows, windows: Acceptance) -> None:
+        """Set `choices` and `reason`, given the windows while the last choice stays."""
         drafts = dict.fromkeys((MTP, *HOST_DRAFTS), 0)
-        for row, count, num_proposed in zip(rows, choice.host, choice.head):
+        for row, count, num_proposed in zip(rows, self._last.host, self._last.head):
             drafts[row.source if count else MTP] += count or num_proposed
         self.choices[len(rows)] = sum(drafts.values()) / len(rows)
-        tokens, cost = _expected(costs, windows, max(choice.head))
+        tokens, cost = _expected(costs, windows, max(self._last.head))
         size, by_depth = len(rows) + costs.others, [*zip(*self._expected)]
         self.reason = ChoiceReason(size, drafts, cost, tokens, *by_depth[::-1])
 

@@ -154,9 +154,7 @@ class NgramSource:
     ) -> "NgramDrafter":
         """Returns a drafter for a request; if `alone`, it uses no earlier answers."""
         key = salt, prompt
-        index = self._prompts.get(key)
-        if index is None:
-            index = self._prompts[key] = NgramIndex(prompt)
+        index = self._prompts.get(key) or self._prompts.setdefault(key, NgramIndex(prompt))
         others = None if alone else self._texts.get(salt)
         if others is not None:
             self._texts.move_to_end(salt)

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.calibrated import (
     _ACCEPTANCES,
+    _LAST,
     _MATCHES,
     _POSITIONS,
     _Draft,
@@ -23,8 +24,8 @@ from mlx_mtp.speculative.costs import StepShape
 def test_true_estimates_lie_on_the_diagonal():
     chance = random.Random(1)
     estimates = [chance.random() for _ in range(20_000)]
-    drafts = [_Draft("head", each, chance.random() < each, 1, 0) for each in estimates]
-    drafts += [_Draft("copies", 0.75, False, 7, 3)] * 40
+    drafts = [_Draft("head", each, chance.random() < each, 1, 0, -1.0) for each in estimates]
+    drafts += [_Draft("copies", 0.75, False, 7, 3, 0.4)] * 40
     *of_head, of_copies = _of_drafts(drafts, _ACCEPTANCES, lambda each: each.estimated)
     assert sum(point.number for point in of_head) == len(estimates)
     for point in of_head:
@@ -34,6 +35,8 @@ def test_true_estimates_lie_on_the_diagonal():
     assert of_copies == ("copies", "5 to 8", 40, 0.75, 0.0)
     of_copies = [*_of_drafts(drafts[-40:], _MATCHES, lambda each: each.match)]
     assert of_copies == [("copies", "3", 40, 0.75, 0.0)]
+    of_copies = [*_of_drafts(drafts[-40:], _LAST, lambda each: each.last)]
+    assert of_copies == [("copies", "half", 40, 0.75, 0.0)]
 
 
 def test_costs_are_relative_to_those_of_steps_of_as_many_rows():
@@ -64,6 +67,7 @@ def test_estimates_and_outcomes_of_a_run(tmp_path):
     for group, source in (
         *itertools.product(("acceptance", "position"), ("head", "copies")),
         ("match", "copies"),
+        ("last run", "copies"),
     ):
         own = [each for each in drafts if each["source"] == source and group in each]
         expected, right = (
