@@ -10,6 +10,7 @@ import pytest
 from benchmarks.cores import core_of, decode, row_of
 from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.speculative.drafter import MTPDrafter
+from tests.support.quick import full
 
 # Operations and launches without drafts and with 3, with 4 layers, of which one has attention.
 _MOST = {
@@ -19,7 +20,7 @@ _MOST = {
 }
 
 
-@pytest.mark.parametrize("shape", _MOST)
+@pytest.mark.parametrize("shape", [full(n) if n == "Qwen3.5-27B" else n for n in _MOST])
 def test_operations_and_launches(tmp_path, shape):
     path = tmp_path / "rows.json"
     how = ["--shape", shape, "--layers", "4", "--cases", "1x0,1x3", "--steps", "1", "--json", path]
