@@ -836,3 +836,17 @@ def test_costs_of_drafts_that_were_calibrated_too_high_are_soon_put_right(size):
         shares.append(machine.run(policy, size, 300) / best_fixed_on(machine, REAL, size))
     assert min(shares) > 0.9
     assert sum(shares) > 0.97 * len(shares)
+
+
+def test_costs_that_are_unknown_in_other_batches_cause_no_probes_of_known_ones():
+    """One row is known; now and then it has others beside it, too briefly to measure that."""
+    machine, plain = Machine(cost_of(CPU), lambda: REAL, noise=0.05), 0
+    policy = calibrated(CPU, 1)
+    machine.run(policy, 1, 1200)
+    for _ in range(10):
+        machine.run(policy, 16, 8)
+        before = machine.drafted
+        machine.run(policy, 1, 60)
+        plain += 60 - (machine.drafted - before)
+    assert policy.choices[1] > 0
+    assert plain < 0.05 * 600
