@@ -69,9 +69,10 @@ def use_fast_malloc(environ: MutableMapping[str, str] = os.environ) -> None:
     """
     if _BEFORE in environ:  # It has begun again.
         name, _, before = environ.pop(_BEFORE).partition("=")
-        environ[name] = before
-        if not before:
-            del environ[name]
+        if before:
+            environ[name] = before
+        else:
+            environ.pop(name, None)
         return
     is_cuda = platform.system() == "Linux" and any(map(_installed_version, _CUDA_DISTRIBUTIONS))
     preloaded, tuned = (environ.get(name, "") for name in ("LD_PRELOAD", "GLIBC_TUNABLES"))

@@ -826,7 +826,7 @@ def test_what_a_wrong_calibration_loses_is_bounded(size, seed):
 
 @pytest.mark.parametrize("size", [1, 16, full(4)])
 def test_costs_of_drafts_that_were_calibrated_too_high_are_soon_put_right(size):
-    """As beside a compiler of kernels. The head's drafts still seem to pay on most machines."""
+    """As beside a compiler of kernels: steps with drafts seem 1.4 times as long as they are."""
     shares = []
     for parts, seed in itertools.product(MACHINES.values(), range(3)):
         costs, machine = StepCosts(), machine_of(parts, REAL)
