@@ -181,4 +181,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    backend.use_fast_malloc()
     sys.exit(main(sys.argv[1:]))

@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 _CUDA_DISTRIBUTIONS = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
 _BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _REFERENCE_BLAS = "reference BLAS (slow)"
-_JEMALLOC = "libjemalloc.so.2"
-_BEFORE = "MLX_MTP_BEFORE"  # environment variable: a variable that was changed, such as A=before
+_BEFORE = "MLX_MTP_LD_PRELOAD"  # environment variable: LD_PRELOAD before it was changed
 
 
 class BackendInfo(NamedTuple):
@@ -37,10 +36,11 @@ class BackendInfo(NamedTuple):
     device: str  # Metal, CUDA or CPU
     blas: str  # the BLAS library; empty unless the device is the CPU
     mlx_version: str
+    malloc: str = ""  # the allocator; empty if it is the system's
 
     def __str__(self) -> str:
-        blas = f", {self.blas}" if self.blas else ""
-        return f"mlx {self.mlx_version} on {self.device}{blas}"
+        parts = f"mlx {self.mlx_version} on {self.device}", self.blas, self.malloc
+        return ", ".join(filter(None, parts))
 
 
 @functools.lru_cache(maxsize=1)
@@ -52,47 +52,44 @@ def prepare() -> BackendInfo:
     _keep_file_limit()
     device = _device()
     blas = _fast_blas() if device == "CPU" else ""
-    if device == "CUDA" and not _has_fast_malloc():
-        logger.info(
-            "Steps of few rows wait for the C library's malloc. With jemalloc they take up to a "
-            "quarter less time: sudo apt install libjemalloc2, and start again."
-        )
-    return BackendInfo(device, blas, _installed_version("mlx") or "unknown")
+    malloc = "mimalloc" if hasattr(ctypes.CDLL(None), "mi_version") else ""
+    return BackendInfo(device, blas, _installed_version("mlx") or "unknown", malloc)
 
 
 def use_fast_malloc(environ: MutableMapping[str, str] = os.environ) -> None:
-    """On CUDA, start this program anew with jemalloc, or with larger caches of glibc's malloc.
+    """On Linux, start this program anew with mimalloc in place of the C library's malloc.
 
-    Only a new program can get another malloc. Call this before anything else: the process stays the
-    same, with its open files, but begins again. What it starts itself gets the environment as it
-    was. mlx makes and frees thousands of nodes per step.
+    mlx makes and frees thousands of small objects per step. Only a new program can get another
+    malloc: call this before anything else. The process stays the same, with its open files, but
+    begins again. Programs that it starts get the environment as it was.
     """
     if _BEFORE in environ:  # It has begun again.
-        name, _, before = environ.pop(_BEFORE).partition("=")
+        before = environ.pop(_BEFORE)
         if before:
-            environ[name] = before
+            environ["LD_PRELOAD"] = before
         else:
-            environ.pop(name, None)
+            environ.pop("LD_PRELOAD", None)
         return
-    is_cuda = platform.system() == "Linux" and any(map(_installed_version, _CUDA_DISTRIBUTIONS))
-    preloaded, tuned = (environ.get(name, "") for name in ("LD_PRELOAD", "GLIBC_TUNABLES"))
-    if not is_cuda or "malloc" in preloaded + tuned:
+    before = environ.get("LD_PRELOAD", "")
+    mimalloc = _mimalloc()
+    chosen = "malloc" in before + environ.get("GLIBC_TUNABLES", "")
+    if mimalloc is None or chosen or platform.system() != "Linux":
         return
-    name, before, now = "GLIBC_TUNABLES", tuned, "glibc.malloc.tcache_count=20000"
-    if _can_load(_JEMALLOC):
-        name, before, now = "LD_PRELOAD", preloaded, _JEMALLOC
-    environ[_BEFORE], environ[name] = f"{name}={before}", f"{before}:{now}".lstrip(":")
+    environ.update({_BEFORE: before, "LD_PRELOAD": f"{before}:{mimalloc}".lstrip(":")})
     if not sys.flags.safe_path:
         environ.pop("PYTHONSAFEPATH", None)  # See `safe_path`; this program sets it again.
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _can_load(library: str) -> bool:
+def _mimalloc() -> str | None:
+    """Returns the path of mimalloc's library, if LD_PRELOAD can name it."""
     try:
-        ctypes.CDLL(library)
-    except OSError as error:  # Its thread-local storage may have no room but in a new program.
-        return "static TLS" in str(error)
-    return True
+        package = metadata.distribution("cmeel-mimalloc")
+    except metadata.PackageNotFoundError:
+        return None
+    path = str(package.locate_file("cmeel.prefix/lib/libmimalloc.so.3"))
+    separators = set(": ") & set(path)
+    return path if os.path.exists(path) and not separators else None
 
 
 def _keep_file_limit() -> None:
@@ -135,12 +132,6 @@ def _device() -> str:
     if not cpu:
         raise BackendError(f"mlx has no backend on this machine. {_install_hint()}")
     return "CPU"
-
-
-def _has_fast_malloc() -> bool:
-    """Returns True if jemalloc or tcmalloc is loaded; mlx makes and frees thousands of nodes."""
-    process = ctypes.CDLL(None)
-    return hasattr(process, "mallctl") or hasattr(process, "tc_malloc")
 
 
 def _install_hint() -> str:

@@ -74,6 +74,7 @@ _PROLOGUES: dict[Backend, str] = {
 }
 
 
+@functools.cache  # A step asks some hundred times.
 def backend() -> Backend | None:
     """Returns the backend of the default device if that is a GPU, else None."""
     if mx.default_device().type != mx.gpu:

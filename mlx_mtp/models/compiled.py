@@ -37,8 +37,8 @@ def compiled(module: nn.Module, *names: str) -> Methods:
     kind = names, *((key, a.shape, a.dtype) for (_, key), a in zip(slots, arrays)), *_facts(module)
     if kind not in _compiled:
         twin = _twin(module)
-        _compiled[kind] = {name: _Compiled(twin, name) for name in names}
-    return {name: partial(method, arrays=arrays) for name, method in _compiled[kind].items()}
+        _compiled[kind] = {name: _Compiled(twin, name).run for name in names}
+    return {name: partial(method, arrays) for name, method in _compiled[kind].items()}
 
 
 class _Compiled:
@@ -47,9 +47,9 @@ class _Compiled:
         self._runs: dict[bool | None, Callable[..., Any]] = {}
         self._num_traces: Counter[bool | None] = Counter()
 
-    # `arrays` comes last, as mlx compares the shapes of all arguments in order. For equal numbers
+    # mlx gets `arrays` last, as it compares the shapes of all arguments in order. For equal numbers
     # of tokens a decode step runs other operations than a prompt: each `of_step()` has its traces.
-    def __call__(self, *args: Any, arrays: list[mx.array]) -> Any:
+    def run(self, arrays: list[mx.array], *args: Any) -> Any:
         kind = of_step()
         if kind not in self._runs or self._num_traces[kind] > _MOST_TRACES[kind]:
             self._num_traces[kind], self._runs[kind] = 0, mx.compile(self._trace)

@@ -206,10 +206,10 @@ class SplitLayer(nn.Module):
             return self._joined.forward(x, normed, next_norm, positions, caches)
         own = self._uncompiled if on_cpu else self._compiled
         if self.is_linear:
-            order = tuple(cache.packing.rectangle for cache in caches)
-            held = tuple(cache.held for cache in caches)
-            x, normed, held = own["recur"](x, normed, next_norm, order, held)
-            for cache, each in zip(caches, held, strict=True):
+            order = [cache.packing.rectangle for cache in caches]
+            held = [cache.held for cache in caches]
+            x, normed, now = own["recur"](x, normed, next_norm, order, held)
+            for cache, each in zip(caches, now, strict=True):
                 cache.held = each
             return x, normed
         mixed = self.self_attn.mix(own["before"](normed, positions), caches)

@@ -181,20 +181,26 @@ class LoadedModel:
         first. `tokens` are those of the first cache, then of the second, and so on.
         """
         trunk = self.causal_lm.model
-        first, *others = [layer.input_layernorm for layer in trunk.layers]
         packings = [cache.layers[0].packing for cache in caches]
         x = self.embed(tokens, packings[0].images)  # A chunk with images has a pass of its own.
-        normed = first(x)
+        normed = trunk.layers[0].input_layernorm(x)
         positions = [packing.rope_positions for packing in packings]
         where = positions[0] if len(positions) == 1 else mx.concatenate(positions)
         by_layer = zip(*(cache.layers for cache in caches), strict=True)
         is_step = all(packing.longest <= LONGEST_WINDOW for packing in packings)
-        parts = zip(trunk.layers, by_layer, [*others, trunk.norm])
+        parts = zip(trunk.layers, by_layer, self._next_norms)
         with decode_pass(is_step):
             for number, (layer, layer_caches, norm) in enumerate(parts, 1):
-                x, normed = layer.forward(x, normed, norm.weight, where, layer_caches)
+                x, normed = layer.forward(x, normed, norm, where, layer_caches)
                 launch_early(x, normed, on_gpu=number % _LAUNCHED_LAYERS == 0 and not is_step)
         return normed
+
+    @cached_property
+    def _next_norms(self) -> list[mx.array]:
+        """The weight of the norm that follows each layer."""
+        trunk = self.causal_lm.model
+        norms = [*(layer.input_layernorm for layer in trunk.layers[1:]), trunk.norm]
+        return [norm.weight for norm in norms]
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
         """Returns logits [.., V] of post-norm states [.., H].
