@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlx_mtp import safe_path
 from mlx_mtp.errors import BackendError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,9 @@ logger = logging.getLogger(__name__)
 _CUDA_DISTRIBUTIONS = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
 _BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _REFERENCE_BLAS = "reference BLAS (slow)"
-_BEFORE = "MLX_MTP_LD_PRELOAD"  # environment variable: LD_PRELOAD before it was changed
+_SCRIPT = "mlx-mtp"
+# Environment variable: the process that changed LD_PRELOAD, and its value before, as in "123:a.so".
+_BEFORE = "MLX_MTP_LD_PRELOAD"
 
 
 class BackendInfo(NamedTuple):
@@ -63,22 +66,37 @@ def use_fast_malloc(environ: MutableMapping[str, str] = os.environ) -> None:
     malloc: call this before anything else. The process stays the same, with its open files, but
     begins again. Programs that it starts get the environment as it was.
     """
-    if _BEFORE in environ:  # It has begun again.
-        before = environ.pop(_BEFORE)
-        if before:
-            environ["LD_PRELOAD"] = before
-        else:
-            environ.pop("LD_PRELOAD", None)
+    process, _, before = environ.pop(_BEFORE, "").partition(":")
+    if process == str(os.getpid()):  # It has begun again.
+        _restore(environ, before)
         return
     before = environ.get("LD_PRELOAD", "")
     mimalloc = _mimalloc()
     chosen = "malloc" in before + environ.get("GLIBC_TUNABLES", "")
     if mimalloc is None or chosen or platform.system() != "Linux":
         return
-    environ.update({_BEFORE: before, "LD_PRELOAD": f"{before}:{mimalloc}".lstrip(":")})
+    environ[_BEFORE] = f"{os.getpid()}:{before}"
+    environ["LD_PRELOAD"] = f"{before}:{mimalloc}".lstrip(":")
     if not sys.flags.safe_path:
         environ.pop("PYTHONSAFEPATH", None)  # See `safe_path`; this program sets it again.
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    try:
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    except OSError as error:  # The environment is too large, or Python was replaced meanwhile.
+        logger.debug("no other malloc: %s", error)
+        safe_path.drop_current_directory()
+        del environ[_BEFORE]
+        _restore(environ, before)
+
+
+def _restore(environ: MutableMapping[str, str], before: str) -> None:
+    if before:
+        environ["LD_PRELOAD"] = before
+    else:
+        environ.pop("LD_PRELOAD", None)
+    # Linux names a process after its script, but after Python's file if it begins again.
+    if os.path.basename(sys.argv[0]) == _SCRIPT:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/comm").write_text(_SCRIPT)
 
 
 def _mimalloc() -> str | None:

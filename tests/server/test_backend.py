@@ -67,9 +67,28 @@ def test_a_program_on_linux_begins_again_with_a_faster_malloc(
     assert len(started) == bool(changed)
     assert environ.items() >= (given | changed).items()
     if started:
+        stale = environ | {
+            backend._BEFORE: "1:/other.so",
+            "LD_PRELOAD": given.get("LD_PRELOAD", ""),
+        }
         backend.use_fast_malloc(environ)
         assert len(started) == 1, "not twice, also where the variable has no effect"
         assert environ == given, "for the processes that it starts"
+        backend.use_fast_malloc(stale)  # another process's variable
+        assert len(started) == 2 and stale["LD_PRELOAD"] == changed["LD_PRELOAD"]
+
+
+def test_a_program_that_cannot_begin_again_runs_with_the_malloc_that_it_has(monkeypatch):
+    def refuse(*_):
+        raise OSError("Argument list too long")
+
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(backend, "_mimalloc", lambda: "/lib/mi.so.3")
+    monkeypatch.setattr(backend.safe_path, "drop_current_directory", lambda: None)
+    monkeypatch.setattr(os, "execv", refuse)
+    environ = {"LD_PRELOAD": "a.so"}
+    backend.use_fast_malloc(environ)
+    assert environ == {"LD_PRELOAD": "a.so"}
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD is Linux's")
@@ -81,17 +100,20 @@ def test_the_program_keeps_its_arguments_and_its_process(tmp_path, folder):
     library = tmp_path / folder / "cmeel.prefix" / "lib" / "libmimalloc.so.3"
     library.parent.mkdir(parents=True)
     library.symlink_to(backend._mimalloc())
-    (tmp_path / "program.py").write_text(
-        f"import os, sys\nsys.path.insert(0, {str(tmp_path / folder)!r})\n"
+    program = tmp_path / "mlx-mtp"
+    program.write_text(
+        f"#!{sys.executable}\nimport os, sys\nsys.path.insert(0, {str(tmp_path / folder)!r})\n"
         "print('begun', os.getpid(), sys.argv[1:], flush=True)\n"
         "from mlx_mtp import backend, safe_path\n"
         "safe_path.drop_current_directory()\n"
         "before = os.environ.get('LD_PRELOAD')\nbackend.use_fast_malloc()\n"
         "print(before, os.environ.get('LD_PRELOAD'), sys.stdin.read(), backend.prepare().malloc)\n"
+        "print(open('/proc/self/comm').read())\n"
     )
+    program.chmod(0o755)
     names = os.environ.keys() - {"GLIBC_TUNABLES", "LD_PRELOAD", "PYTHONSAFEPATH"}
     process = subprocess.run(
-        [sys.executable, "-m", "program", "a b", "-x"],  # in the current directory
+        [str(program), "a b", "-x"],
         cwd=tmp_path,
         env={name: os.environ[name] for name in names},
         input="typed",
@@ -99,11 +121,12 @@ def test_the_program_keeps_its_arguments_and_its_process(tmp_path, folder):
         text=True,
         check=True,
     )
-    *begun, last = process.stdout.splitlines()
+    *begun, last, name, _ = process.stdout.splitlines()
     can_be_named = folder == "packages"  # LD_PRELOAD has no way to quote a space
     assert len(begun) == 1 + can_be_named and len({*begun}) == 1
     assert begun[0].endswith("['a b', '-x']")
     assert last == (f"{library} None typed mimalloc" if can_be_named else "None None typed ")
+    assert name == "mlx-mtp", "for pgrep and killall"
     assert not process.stderr
 
 
