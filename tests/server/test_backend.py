@@ -130,6 +130,10 @@ def test_the_program_keeps_its_arguments_and_its_process(tmp_path, folder):
     assert not process.stderr
 
 
+def test_a_program_that_imports_this_one_does_not_begin_again():
+    assert run("print('begun'); import mlx_mtp.__main__", LD_PRELOAD="").stdout == "begun\n"
+
+
 def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own, as loaded libraries stay loaded."""
     env = os.environ | dict.fromkeys(backend._BLAS_THREADS, "") | environ
