@@ -1,4 +1,4 @@
-"""Prepares mlx before its import: checks that it has exactly one backend, and loads a fast BLAS.
+"""Prepares mlx before its import: one backend, a fast BLAS and, on Linux, a fast malloc.
 
 mlx's CPU library is linked against the slow reference BLAS. If an OpenBLAS has been loaded earlier
 with global symbols, mlx uses OpenBLAS's functions instead.
@@ -20,7 +20,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_mtp import safe_path
 from mlx_mtp.errors import BackendError
 
 logger = logging.getLogger(__name__)
@@ -68,35 +67,25 @@ def use_fast_malloc(environ: MutableMapping[str, str] = os.environ) -> None:
     """
     process, _, before = environ.pop(_BEFORE, "").partition(":")
     if process == str(os.getpid()):  # It has begun again.
-        _restore(environ, before)
+        environ.pop("LD_PRELOAD", None)
+        if before:
+            environ["LD_PRELOAD"] = before
+        # Linux names a process after its script, but after Python's file if it begins again.
+        if os.path.basename(sys.argv[0]) == _SCRIPT:
+            with contextlib.suppress(OSError):
+                Path("/proc/self/comm").write_text(_SCRIPT)
         return
     before = environ.get("LD_PRELOAD", "")
     mimalloc = _mimalloc()
     chosen = "malloc" in before + environ.get("GLIBC_TUNABLES", "")
     if mimalloc is None or chosen or platform.system() != "Linux":
         return
-    environ[_BEFORE] = f"{os.getpid()}:{before}"
-    environ["LD_PRELOAD"] = f"{before}:{mimalloc}".lstrip(":")
+    preload = f"{before}:{mimalloc}".lstrip(":")
+    changed = {**environ, _BEFORE: f"{os.getpid()}:{before}", "LD_PRELOAD": preload}
     if not sys.flags.safe_path:
-        environ.pop("PYTHONSAFEPATH", None)  # See `safe_path`; this program sets it again.
-    try:
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    except OSError as error:  # The environment is too large, or Python was replaced meanwhile.
-        logger.debug("no other malloc: %s", error)
-        safe_path.drop_current_directory()
-        del environ[_BEFORE]
-        _restore(environ, before)
-
-
-def _restore(environ: MutableMapping[str, str], before: str) -> None:
-    if before:
-        environ["LD_PRELOAD"] = before
-    else:
-        environ.pop("LD_PRELOAD", None)
-    # Linux names a process after its script, but after Python's file if it begins again.
-    if os.path.basename(sys.argv[0]) == _SCRIPT:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/comm").write_text(_SCRIPT)
+        changed.pop("PYTHONSAFEPATH", None)  # See `safe_path`; this program sets it again.
+    with contextlib.suppress(OSError):  # The environment is too large, or Python was replaced.
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], changed)
 
 
 def _mimalloc() -> str | None:
