@@ -7,8 +7,14 @@ import copy
 import mlx.core as mx
 
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import cpu
-from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, PendingWindow, ShortConvWeights
+from mlx_mtp.kernels import cpu, gated_delta_step, norms
+from mlx_mtp.kernels.gdn_types import (
+    GDNProjections,
+    GDNShape,
+    OutputGate,
+    PendingWindow,
+    ShortConvWeights,
+)
 from mlx_mtp.kernels.portable import conv_tail
 from mlx_mtp.kernels.recurrence import fold, run_window
 from mlx_mtp.kernels.short_conv import convolve
@@ -65,9 +71,20 @@ class GatedDeltaCache:
         outputs, self.state, self.pending = run_window(
             q, window, self.state, self.pending, self.num_kept, self.next_num_kept
         )
-        self.history, self.num_kept = conv_input, self.next_num_kept
-        if self.next_num_kept is not None and window.length > _LONGEST_HISTORY:
-            self._trim(convolution.size)
+        self._keep(conv_input, window.length)
+        return outputs
+
+    def run_gated(
+        self, projected: GDNProjections, convolution: ShortConvWeights, gate: OutputGate
+    ) -> mx.array:
+        """`run_window`, with the outputs normed and gated, [B * T, Hv * Dv]."""
+        if not gated_delta_step.fits(projected, convolution):
+            return norms.gated(self.run_window(projected, convolution), gate)
+        given = projected, convolution, gate, self.state, self.history, self.pending
+        outputs, self.state, self.pending, conv_input = gated_delta_step.run_kernel(
+            *given, self.num_kept, self.next_num_kept
+        )
+        self._keep(conv_input, projected.q.shape[1])
         return outputs
 
     def run_few(
@@ -92,6 +109,11 @@ class GatedDeltaCache:
         self.state = fold(self.pending, self.num_kept, self.state)
         self.pending = None
         self._trim(self._conv_size)
+
+    def _keep(self, conv_input: mx.array, length: int) -> None:
+        self.history, self.num_kept = conv_input, self.next_num_kept
+        if self.next_num_kept is not None and length > _LONGEST_HISTORY:
+            self._trim(conv_input.shape[1] - length + 1)
 
     def _trim(self, conv_size: int) -> None:
         self.history = conv_tail(self.history, self.num_kept, conv_size - 1)

@@ -39,8 +39,11 @@ class Rectangle(NamedTuple):
 
     def flat(self, x: mx.array) -> mx.array:
         """Converts [B, T, ..] to [N, ..]."""
-        flat = x.reshape(-1, *x.shape[2:])
-        return flat if self.places is None else flat[self.places]
+        return self.unpadded(x.reshape(-1, *x.shape[2:]))
+
+    def unpadded(self, x: mx.array) -> mx.array:
+        """Converts [B * T, ..] to [N, ..]."""
+        return x if self.places is None else x[self.places]
 
 
 class Windows:

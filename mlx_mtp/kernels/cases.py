@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.kernels import gated_delta, gpu, norms, short_conv, topk
+from mlx_mtp.kernels import gated_delta, gated_delta_step, gpu, norms, short_conv, topk
 from mlx_mtp.kernels.cuda import decode_attention, flash_attention, gated_delta_chunks
 from mlx_mtp.kernels.gdn_types import GDNShape
 from mlx_mtp.kernels.metal import window_attention
@@ -18,6 +18,7 @@ from mlx_mtp.kernels.metal import window_attention
 OPERATIONS = (
     gated_delta.GATED_DELTA,
     short_conv.SHORT_CONV,
+    gated_delta_step.GATED_DELTA_STEP,
     gated_delta_chunks.GATED_DELTA_CHUNKS,
     topk.ROUTER,
     norms.ADD_NORM,
@@ -62,7 +63,7 @@ class KernelCase(NamedTuple):
 
 def recurrence_cases(shape: GDNShape, dtype: mx.Dtype) -> list[KernelCase]:
     """Returns the cases of a GatedDeltaNet layer."""
-    return _cases(dtype, [(operation, shape) for operation in OPERATIONS[:3]])
+    return _cases(dtype, [(operation, shape) for operation in OPERATIONS[:4]])
 
 
 def attention_cases(heads: tuple[int, int, int], dtype: mx.Dtype) -> list[KernelCase]:

@@ -21,7 +21,7 @@ from mlx_mtp.kernels.view import Operand, arrays_and_constants
 LAYOUTS = ((16, 2), (16, 1), (32, 1))
 _AHEAD = 4  # positions of a prompt whose inputs are read before they are needed
 
-_BODY = """
+_PLACE = """
     const int part = lane % L;
     const int first = (grid_y * (32 / L) + lane / L) * R;
     const int n = grid_z;
@@ -32,6 +32,9 @@ _BODY = """
     const int hv = n % Hv;
     const int hk = hv / (Hv / Hk);
     const int length = k_shape[1];
+"""
+# A warp's lanes load R rows each, L lanes per row, of the state of head n = b Hv + hv.
+LOAD = """
     const size_t first_token = static_cast<size_t>(b) * length;
     constexpr int N = Dk / L;
     const float scale = 1.0f / sqrt(static_cast<float>(Dk));
@@ -43,7 +46,8 @@ _BODY = """
         s[r][i] = state[own + r * Dk + L * i];
       }
     }
-
+"""
+FOLD = """
     // What the row keeps of the previous window: one rank-one term a position.
     for (int t = 0; t < num_kept[b]; ++t) {
       const size_t at = static_cast<size_t>(b) * previous_k_shape[1] + t;
@@ -70,14 +74,22 @@ _BODY = """
         }
       }
     }
-
-    // What a position needs is read while the AHEAD before it are computed.
-    const int valid = ADVANCE ? lengths[b] : length;
+"""
+_INPUTS = """
     const auto all_keys = k + K_AT + first_token * K_BY0 + hk * K_BY1 + part;
     const auto all_queries = q + Q_AT + first_token * Q_BY0 + hk * Q_BY1 + part;
     const auto all_values = v + V_AT + first_token * V_BY0 + hv * V_BY1 + first;
     const auto all_decays = g + G_AT + first_token * G_BY0 + hv;
     const auto all_strengths = beta + BETA_AT + first_token * BETA_BY0 + hv;
+    const auto all_results = y + (first_token * Hv + hv) * Dv + first;
+    constexpr int KEY_STEP = K_BY0, QUERY_STEP = Q_BY0, VALUE_STEP = V_BY0;
+    constexpr int DECAY_STEP = G_BY0, STRENGTH_STEP = BETA_BY0, RESULT_STEP = Hv * Dv;
+"""
+# The positions of a window: `all_keys` to `all_strengths` point to the first one's inputs, and
+# `all_results` to its results; NAME_STEP is the distance of the next one.
+WINDOW = """
+    const int valid = ADVANCE ? lengths[b] : length;
+    // What a position needs is read while the AHEAD before it are computed.
     InT next_key[AHEAD][N];
     InT next_query[AHEAD][N];
     ValueT next_value[AHEAD][R];
@@ -100,9 +112,9 @@ _BODY = """
           value[r] = static_cast<float>(next_value[ahead][r]);
         }
         const int coming = t + AHEAD < valid ? t + AHEAD : valid - 1;
-        const auto keys = all_keys + coming * K_BY0;
-        const auto queries = all_queries + coming * Q_BY0;
-        const auto values = all_values + coming * V_BY0;
+        const auto keys = all_keys + coming * KEY_STEP;
+        const auto queries = all_queries + coming * QUERY_STEP;
+        const auto values = all_values + coming * VALUE_STEP;
         for (int i = 0; i < N; ++i) {
           next_key[ahead][i] = keys[L * i];
           next_query[ahead][i] = queries[L * i];
@@ -110,8 +122,8 @@ _BODY = """
         for (int r = 0; r < R; ++r) {
           next_value[ahead][r] = values[r];
         }
-        next_decay[ahead] = all_decays[coming * G_BY0];
-        next_strength[ahead] = all_strengths[coming * BETA_BY0];
+        next_decay[ahead] = all_decays[coming * DECAY_STEP];
+        next_strength[ahead] = all_strengths[coming * STRENGTH_STEP];
         if (t < 0 || t >= valid) {
           continue;
         }
@@ -145,7 +157,8 @@ _BODY = """
             s[r][i] = fma(key[i], d, s[r][i] * decay);
           }
           if (part == 0) {
-            y[out + r] = static_cast<InT>(fma(d, alike, decay * result[r]) * scale);
+            const float y_r = fma(d, alike, decay * result[r]) * scale;
+            all_results[t * RESULT_STEP + r] = static_cast<InT>(y_r);
             if (!ADVANCE) {
               delta[out + r] = d;
             }
@@ -156,7 +169,7 @@ _BODY = """
     // Outputs behind the row's end are 0: a NaN would reach other rows through masked attention.
     for (int t = valid; t < length; ++t) {
       for (int r = part; r < R; r += L) {
-        y[((b * length + t) * Hv + hv) * Dv + first + r] = static_cast<InT>(0.0f);
+        all_results[t * RESULT_STEP + r] = static_cast<InT>(0.0f);
       }
     }
     if (ADVANCE) {
@@ -167,6 +180,7 @@ _BODY = """
       }
     }
 """
+_BODY = _PLACE + LOAD + FOLD + _INPUTS + WINDOW
 
 _WINDOWS = ("q", "k", "v", "g", "beta", "previous_k", "previous_delta", "previous_g")
 

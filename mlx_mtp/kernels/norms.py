@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_mtp.kernels import gpu, self_check
+from mlx_mtp.kernels.gdn_types import OutputGate
 from mlx_mtp.kernels.view import Operand, View, to_array
 
 _MOST_WARPS = 32  # of a row in a decode step
@@ -87,6 +88,15 @@ _HEAD = """
     }
     const float scale = 1.0f / sqrt(squares / DIM + 1.0f / INVERSE_EPS);
 """
+GATED_HEAD = f"""
+    {_HEAD}
+    for (int i = 0; i < DIM / 32; ++i) {{
+      const int c = 32 * i + lane;
+      const float gate = static_cast<float>(gates[c]);
+      const float scaled = value[i] * scale * static_cast<float>(weight[c]);
+      to[c] = static_cast<InT>(scaled * (gate / (1.0f + exp(-gate))));
+    }}
+"""
 _GATED = f"""
     const int head = grid_y;
     if (head >= HEADS) {{
@@ -96,13 +106,7 @@ _GATED = f"""
     const auto gates = z + Z_AT + static_cast<size_t>(grid_x) * Z_BY0 + head / RATIO * Z_BY1
                      + head % RATIO * Z_BY2;
     const auto to = y + (grid_x * HEADS + head) * DIM;
-    {_HEAD}
-    for (int i = 0; i < DIM / 32; ++i) {{
-      const int c = 32 * i + lane;
-      const float gate = static_cast<float>(gates[c]);
-      const float scaled = value[i] * scale * static_cast<float>(weight[c]);
-      to[c] = static_cast<InT>(scaled * (gate / (1.0f + exp(-gate))));
-    }}
+    {GATED_HEAD}
 """
 _GATE = """
     const int head = grid_y;
@@ -373,6 +377,15 @@ ROTATE = FusedNorm(
         [(n, s.heads or 1, s.dim), (n, 2, s.keys or 1, s.dim)],
     ),
 )
+
+
+def gated(
+    y: mx.array, gate: OutputGate, norm: Callable[..., list[mx.array]] = GATED_NORM
+) -> mx.array:
+    """Returns the outputs y [B, T, Hv, Dv] normed and gated, [B * T, Hv * Dv]."""
+    heads, dim = y.shape[-2:]
+    shape = NormShape(dim, gate.eps, heads, ratio=gate.z.shape[2])
+    return norm(shape, gate.z, y, gate.weight)[0]
 
 
 def rotate(

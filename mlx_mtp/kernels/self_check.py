@@ -13,6 +13,7 @@ from mlx_mtp.kernels.gdn_types import (
     GDNProjections,
     GDNShape,
     GDNWindow,
+    OutputGate,
     ShortConvWeights,
 )
 from mlx_mtp.kernels.view import column_view, to_array, to_arrays
@@ -75,6 +76,13 @@ class RandomInputs:
             weight, self.normal(shape.value_heads), self.normal(shape.value_heads)
         )
 
+    def output_gate(self, tokens: int) -> OutputGate:
+        """Returns a gate for this number of tokens, a view as in the models."""
+        hk, _, hv, dv, _ = self.shape
+        wide = self.normal(tokens, 2 * hv * dv).astype(self.dtype)
+        z = column_view(wide, (tokens,), dv, 2 * hv // hk * dv, (hk, hv // hk, dv))
+        return OutputGate(z, self.normal(dv).astype(self.dtype), 1e-6)
+
     def history(self, rows: int, previous: int) -> mx.array:
         length = self.shape.conv_size - 1 + previous
         return self.normal(rows, length, self.shape.channels).astype(self.dtype)
@@ -118,6 +126,41 @@ def gated_delta_error(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx
         return [y, folded, to_array(after.delta), advanced]
 
     return largest_difference(program, run_kernel, portable.run_window)
+
+
+def gated_delta_step_error(
+    run_kernel: Callable[..., Any],
+    reference: Callable[..., Any],
+    shape: GDNShape,
+    dtype: mx.Dtype,
+) -> float:
+    """Returns the largest difference for windows in a row; the first row keeps all of the last."""
+    inputs = RandomInputs(0, shape, dtype)
+    convolution, state, history = inputs.convolution(), inputs.state(2), inputs.history(2, 0)
+    windows = [
+        (inputs.projected(2, length), inputs.output_gate(2 * length), mx.array(kept), known)
+        for length, kept, known in (
+            (2, [1, 2], False),
+            (3, [3, 0], False),
+            (6, [2, 6], False),
+            (1, [1, 1], True),
+            (5, [5, 4], True),
+        )
+    ]
+
+    def program(step: Callable[..., Any]) -> list[mx.array]:
+        found, now, kept = list[mx.array](), (state, None, history), None
+        for projected, gate, count, known in windows:
+            at, pending, before = now
+            given = projected, convolution, gate, at, before, pending, kept
+            y, *now = step(*given, count if known else None)
+            kept = count
+            pending = [] if now[1] is None else to_arrays(now[1])
+            found += [y[: projected.q.shape[1]], now[0], *pending, now[2]]
+        # States are float32, but of keys and values that were rounded to the activations' type.
+        return [each.astype(dtype) for each in found]
+
+    return largest_difference(program, run_kernel, reference)
 
 
 def gated_delta_prompt_error(

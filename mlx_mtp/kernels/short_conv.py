@@ -15,7 +15,7 @@ from mlx_mtp.kernels.view import Operand, View, arrays_and_constants, column_vie
 
 _RUN = 4  # positions of a warp in a prompt
 
-_BODY = """
+_PLACE = """
     const int head = grid_y;
     if (head >= 2 * Hk + Hv) {
       return;
@@ -24,6 +24,8 @@ _BODY = """
     const int runs = (length + RUN - 1) / RUN;
     const int b = grid_x / runs;
     const int begin = grid_x % runs * RUN;
+"""
+_CONVOLVE = """
     const bool is_value = head >= 2 * Hk;
     const bool is_key = !is_value && head >= Hk;
     // The head among its own kind, and among the key heads.
@@ -56,7 +58,7 @@ _BODY = """
     }
     for (int i = 0; i < dim / 32; ++i) {
       for (int j = 0; j < RUN + SIZE - 1; ++j) {
-        if ((begin == 0 || j >= SIZE - 1) && begin + j < length + SIZE - 1) {
+        if (KEEPS && (begin == 0 || j >= SIZE - 1) && begin + j < length + SIZE - 1) {
           after[(begin + j) * C + 32 * i + lane] = taps[j][i];
         }
       }
@@ -85,9 +87,8 @@ _BODY = """
         }
         scale = 1.0f / sqrt(squares + 1.0f / INVERSE_EPS);
       }
-      const auto out = qkv + (first + t) * C + channel;
       for (int i = 0; i < dim / 32; ++i) {
-        out[32 * i + lane] = static_cast<InT>(x[i] * scale);
+        OUT[32 * i + lane] = static_cast<InT>(x[i] * scale);
       }
       if (is_value && lane == 0) {
         const float raw = static_cast<float>(
@@ -100,18 +101,38 @@ _BODY = """
         const float w = 1.0f + u;
         const float log_w = w == 1.0f ? u : log(w) * u / (w - 1.0f);
         const float softplus = (raw > 0.0f ? raw : 0.0f) + log_w;
-        const auto gate = gates + (first + t) * (2 * Hv) + own;
-        gate[0] = exp(-exp(static_cast<float>(log_decay[own])) * softplus);
-        gate[Hv] = static_cast<float>(static_cast<InT>(1.0f / (1.0f + exp(-strength))));
+        DECAY = exp(-exp(static_cast<float>(log_decay[own])) * softplus);
+        STRENGTH = static_cast<float>(static_cast<InT>(1.0f / (1.0f + exp(-strength))));
       }
     }
 """
+
+
+def source(keeps: str, out: str, decay: str, strength: str) -> str:
+    """Returns the source of a warp's work on a `head`, at the RUN positions of row b from `begin`.
+
+    The arguments are expressions: whether the warp writes the convolution's inputs; and where
+    position t, token `first + t` of the pass, has its numbers of the head, its decay and its write
+    strength.
+    """
+    names = {"KEEPS": keeps, "OUT": out, "DECAY": decay, "STRENGTH": strength}
+    text = _CONVOLVE
+    for name, value in names.items():
+        text = text.replace(name, value)
+    return text
+
 
 KERNEL = gpu.Kernel(
     "gated_delta_inputs",
     ["q", "k", "v", "a", "bb", "weight", "log_decay", "dt_bias", "history", "num_kept"],
     ["qkv", "gates", "conv_input"],  # normed q and k, and v; decay and write strength
-    _BODY,
+    _PLACE
+    + source(
+        "true",
+        "(qkv + (first + t) * C + channel)",
+        "gates[(first + t) * (2 * Hv) + own]",
+        "gates[(first + t) * (2 * Hv) + Hv + own]",
+    ),
     contiguous=True,
 )
 
@@ -138,12 +159,12 @@ def run_kernel(
     num_kept: mx.array | None,
 ) -> tuple[View, GDNWindow, mx.array]:
     """`convolve`, always by the kernel."""
-    shape, dtype = _shape(projected, convolution), projected.q.dtype
+    shape, dtype = shape_of(projected, convolution), projected.q.dtype
     batch, length = projected.q.shape[:2]
     if num_kept is None:
         num_kept = gpu.zeros(batch)
     rows, (key_heads, key_dim, heads, value_dim, _) = (batch, length), shape
-    arrays, constants = arrays_and_constants("qkvab", map(_by_token, projected))
+    arrays, constants = arrays_and_constants("qkvab", map(by_token, projected))
     run = _RUN if length > gpu.LONGEST_WINDOW else 1
     history_shape = (batch, shape.conv_size - 1 + length, shape.channels)
     qkv, gates, conv_input = KERNEL(
@@ -164,7 +185,7 @@ def run_kernel(
     return q, GDNWindow(k, v, g, beta), conv_input
 
 
-def _by_token(source: Operand) -> View:
+def by_token(source: Operand) -> View:
     """Returns the operand, [B, T, ..], as a view of an array [B * T, ..]."""
     if isinstance(source, View):
         return source
@@ -173,10 +194,11 @@ def _by_token(source: Operand) -> View:
 
 def fits(projected: GDNProjections, convolution: ShortConvWeights) -> bool:
     """Returns whether the kernel runs layers of these shapes and types here."""
-    return SHORT_CONV.works(_shape(projected, convolution), projected.q.dtype)
+    return SHORT_CONV.works(shape_of(projected, convolution), projected.q.dtype)
 
 
-def _shape(projected: GDNProjections, convolution: ShortConvWeights) -> GDNShape:
+def shape_of(projected: GDNProjections, convolution: ShortConvWeights) -> GDNShape:
+    """Returns the shape of a layer with these projections."""
     _, _, heads, ratio, value_dim = projected.v.shape
     return GDNShape(heads, projected.q.shape[3], heads * ratio, value_dim, convolution.size)
 

@@ -19,7 +19,7 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.distributed import all_reduce
 from mlx_mtp.kernels import norms
-from mlx_mtp.kernels.gdn_types import GDNProjections, ShortConvWeights
+from mlx_mtp.kernels.gdn_types import GDNProjections, OutputGate, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.kernels.view import Operand, View, column_view, to_array
 from mlx_mtp.models.compiled import Methods, compiled
@@ -155,33 +155,28 @@ class WindowedGatedDeltaNet(nn.Module):
         self, parts: Sequence[mx.array], order: Rectangle
     ) -> tuple[GDNProjections, View]:
         """Returns q, k, v, a and b, all [B, T, ..], and the gate of the layer's output,
-        z [N, Hk, R, Dv], from the projections' outputs `parts`, [N, ..].
+        z [B * T, Hk, R, Dv], from the projections' outputs `parts`, [N, ..].
         """
         raise NotImplementedError
 
     def mix(
         self, x: mx.array, orders: Sequence[Rectangle], caches: Sequence[GatedDeltaCache]
-    ) -> tuple[mx.array, Operand]:
-        """Run the recurrences of all caches: returns outputs [.., Hv, Dv] of N tokens, and z."""
+    ) -> tuple[mx.array]:
+        """Run the recurrences of all caches; returns the normed and gated outputs [N, Hv * Dv]."""
         convolution = ShortConvWeights(self.conv1d.weight, self.A_log, self.dt_bias)
         projected = project(x, *(getattr(self, name) for name in self.projections))
         parts = _split(projected, [order.num_tokens for order in orders])
         outputs = []
         for own, order, cache in zip(parts, orders, caches, strict=True):
             arranged, z = self.unpack_projections(own, order)
-            y = cache.run_window(arranged, convolution)
-            if len(orders) == 1 and order.places is None:
-                return y, z
-            outputs.append([order.flat(y), to_array(z)])
-        y, gate = _joined(outputs)
-        return y, gate
+            gate = OutputGate(z, self.norm.weight, self.norm.eps)
+            outputs.append([order.unpadded(cache.run_gated(arranged, convolution, gate))])
+        (gated,) = _joined(outputs)
+        return (gated,)
 
-    def after(self, outputs: mx.array, z: Operand) -> mx.array:
-        """Returns the output projection of the normed and gated outputs, [N, H]."""
-        heads, dim = outputs.shape[-2:]
-        shape = norms.NormShape(dim, self.norm.eps, heads, ratio=z.shape[2])
-        normed = norms.GATED_NORM(shape, z, outputs, self.norm.weight)[0]
-        return all_reduce(self.out_proj(normed))
+    def after(self, gated: mx.array) -> mx.array:
+        """Returns the output projection, [N, H]."""
+        return all_reduce(self.out_proj(gated))
 
 
 class SplitLayer(nn.Module):

@@ -23,8 +23,8 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
         """q, k and v share a projection; z, a and b have one each."""
         heads, dim, ratio = self.num_k_heads, self.head_k_dim, self.num_v_heads // self.num_k_heads
         value, width = (heads, ratio, self.head_v_dim), ratio * self.head_v_dim
-        z, rows = parts[1], (order.rows, order.length)
-        qkv, a, b = map(order.padded, (parts[0], *parts[2:]))
+        rows = order.rows, order.length
+        qkv, z, a, b = map(order.padded, parts)
         projected = GDNProjections(
             column_view(qkv, rows, 0, dim, (heads, dim)),
             column_view(qkv, rows, self.key_dim, dim, (heads, dim)),

@@ -31,7 +31,7 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
             column_view(ba, rows, ratio, 2 * ratio, (heads, ratio)),
             column_view(ba, rows, 0, 2 * ratio, (heads, ratio)),
         )
-        return projected, column_view(parts[0], (len(parts[0]),), 2 * dim + width, step, value)
+        return projected, column_view(qkvz, (len(qkvz),), 2 * dim + width, step, value)
 
 
 class _Layer(SplitLayer, Qwen3NextDecoderLayer):

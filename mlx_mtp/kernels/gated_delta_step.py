@@ -1,0 +1,202 @@
+"""A GatedDeltaNet layer's window in one launch: from its input projections to its output's norm.
+
+In a decode step the convolution (`short_conv`), the recurrence (`gated_delta`) and the gated norm
+(`norms.GATED_NORM`) take as long to launch as to compute. Here a threadgroup has one head of one
+row, so what they hand on stays in its memory. The sources are theirs, and so are the results.
+"""
+
+import functools
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_mtp.kernels import gated_delta, gpu, norms, portable, self_check, short_conv
+from mlx_mtp.kernels.gdn_types import (
+    GDNProjections,
+    GDNShape,
+    OutputGate,
+    PendingWindow,
+    ShortConvWeights,
+)
+from mlx_mtp.kernels.view import View, arrays_and_constants, to_array
+
+# Positions that a threadgroup has memory for: the first that is enough. More are a prompt's.
+_ROOMS = 4, gpu.LONGEST_WINDOW
+_SHARED = 32 << 10  # of a threadgroup's memory on Metal
+_L, _R = 16, 4  # lanes that share a row of the state, and rows of each lane
+
+_BODY = f"""
+    const int hv = grid_z % Hv;
+    const int b = grid_z / Hv;
+    const int n = grid_z;
+    const int hk = hv / (Hv / Hk);
+    const int length = q_shape[0] / num_kept_shape[0];
+    const int part = lane % L;
+    const int first = (warp * (32 / L) + lane / L) * R;
+    THREADGROUP(InT, inputs, ROOM * (2 * Dk + Dv));  // queries, keys, then values
+    THREADGROUP(float, gates, 2 * ROOM);  // decays, then write strengths
+    THREADGROUP(InT, outputs, ROOM * Dv);
+    {gated_delta.LOAD}
+    // Value heads share a key head: one of them keeps its inputs and its keys.
+    const bool keeps_key = hv % (Hv / Hk) == 0;
+    for (int task = warp; task < 3 * length; task += WARPS) {{
+      const int begin = task / 3;
+      const int kind = task % 3;
+      const int head = kind == 2 ? 2 * Hk + hv : kind * Hk + hk;
+      {
+    short_conv.source(
+        "(is_value || keeps_key)",
+        "(inputs + kind * ROOM * Dk + t * dim)",
+        "gates[t]",
+        "gates[ROOM + t]",
+    )
+}
+    }}
+    BARRIER;
+    if (!ADVANCE) {{
+      for (int i = 32 * warp + lane; keeps_key && i < length * Dk; i += 32 * WARPS) {{
+        keys[((first_token + i / Dk) * Hk + hk) * Dk + i % Dk] = inputs[ROOM * Dk + i];
+      }}
+      for (int t = 32 * warp + lane; t < length; t += 32 * WARPS) {{
+        decays[(first_token + t) * Hv + hv] = gates[t];
+      }}
+    }}
+    {gated_delta.FOLD.replace("num_kept", "num_folded")}
+    const auto all_queries = inputs + part;
+    const auto all_keys = inputs + ROOM * Dk + part;
+    const auto all_values = inputs + 2 * ROOM * Dk + first;
+    const auto all_decays = gates;
+    const auto all_strengths = gates + ROOM;
+    const auto all_results = outputs + first;
+    constexpr int KEY_STEP = Dk, QUERY_STEP = Dk, VALUE_STEP = Dv;
+    constexpr int DECAY_STEP = 1, STRENGTH_STEP = 1, RESULT_STEP = Dv;
+    {gated_delta.WINDOW}
+    BARRIER;
+    for (int t = warp; t < length; t += WARPS) {{
+      const size_t token = first_token + t;
+      const auto from = outputs + t * Dv;
+      const auto gates = z + Z_AT + token * Z_BY0 + hk * Z_BY1 + hv % (Hv / Hk) * Z_BY2;
+      const auto to = y + (token * Hv + hv) * Dv;
+      {
+    norms.GATED_HEAD.replace("DIM", "Dv")
+    .replace("INVERSE_EPS", "INVERSE_NORM_EPS")
+    .replace("weight[", "norm_weight[")
+}
+    }}
+"""
+_PROJECTED, _PREVIOUS = "qkvab", ("previous_k", "previous_delta", "previous_g")
+
+
+@functools.cache
+def _kernel(advance: bool) -> gpu.Kernel:
+    """Returns the kernel; if it advances the state, it leaves no window to fold."""
+    inputs = ["q", "k", "v", "a", "bb", "z", *_PREVIOUS, "weight", "log_decay", "dt_bias"]
+    inputs += ["norm_weight", "state", "history", "num_kept", "num_folded", "lengths"]
+    outputs, body = ["y", "state_out", "conv_input", "delta", "keys", "decays"], _BODY
+    if advance:  # Code that never runs still names these.
+        unused = ("const auto delta = state_out, decays = state_out", "const auto keys = y")
+        outputs, body = outputs[:3], "".join(f"    {each};\n" for each in unused) + _BODY
+    return gpu.Kernel("gated_delta_step", inputs, outputs, body, contiguous=True)
+
+
+def run_kernel(
+    projected: GDNProjections,  # of T positions
+    convolution: ShortConvWeights,
+    gate: OutputGate,
+    state: mx.array,
+    history: mx.array,
+    previous: PendingWindow | None,
+    num_kept: mx.array | None,
+    lengths: mx.array | None,
+) -> tuple[mx.array, mx.array, PendingWindow | None, mx.array]:
+    """`run_reference`, by the kernel."""
+    shape, dtype = short_conv.shape_of(projected, convolution), projected.q.dtype
+    batch, length = projected.q.shape[:2]
+    none = gpu.zeros(batch)
+    kept = none if num_kept is None else num_kept
+    counts = kept, none if previous is None else kept, none if lengths is None else lengths
+    previous = previous or PendingWindow(history, state, state)
+    arrays, constants = arrays_and_constants(_PROJECTED, map(short_conv.by_token, projected))
+    z = View.of(gate.z)
+    folded, more = arrays_and_constants(_PREVIOUS, previous)
+    advance, warps = lengths is not None, _warps(shape)
+    key_heads, _, heads, value_dim, _ = shape
+    tokens, room = (batch, length), next(each for each in _ROOMS if length <= each)
+    results = [
+        ((batch * length, heads * value_dim), dtype),
+        (state.shape, mx.float32),
+        ((batch, shape.conv_size - 1 + length, shape.channels), dtype),
+        ((*tokens, heads, value_dim), mx.float32),
+        ((*tokens, key_heads, shape.key_dim), dtype),
+        ((*tokens, heads), mx.float32),
+    ]
+    y, after, conv_input, *window = _kernel(advance)(
+        [*arrays, z.array, *folded, *convolution, gate.weight, state, history, *counts],
+        {"InT": dtype, "ValueT": dtype, "StrengthT": mx.float32, "ADVANCE": advance, "AHEAD": 1}
+        | {"RUN": 1, "SIZE": shape.conv_size, "ROOM": room, "WARPS": warps}
+        | {"INVERSE_EPS": round(1 / portable.EPS), "INVERSE_NORM_EPS": round(1 / gate.eps)}
+        | {"L": _L, "R": _R, **shape.sizes(), **constants, **more, **z.constants("Z")},
+        (1, warps, batch * heads),
+        results[: 3 if advance else 6],
+        warps,
+    )
+    if advance:
+        return y, after, None, conv_input
+    delta, keys, decays = window
+    return y, after, PendingWindow(keys, delta, decays), conv_input
+
+
+def run_reference(
+    projected: GDNProjections,
+    convolution: ShortConvWeights,
+    gate: OutputGate,
+    state: mx.array,
+    history: mx.array,
+    previous: PendingWindow | None,
+    num_kept: mx.array | None,
+    lengths: mx.array | None,
+) -> tuple[mx.array, mx.array, PendingWindow | None, mx.array]:
+    """Run `convolve`, `recurrence.run_window` and the gated norm, in mlx operations.
+
+    Returns the normed and gated outputs [B * T, Hv * Dv], the state, the window that the next call
+    must fold, and the convolution's input.
+    """
+    q, window, conv_input = portable.short_conv(projected, convolution, history, num_kept)
+    y, after, pending = portable.run_window(q, window, state, previous, num_kept, lengths)
+    own = gate._replace(z=to_array(gate.z))
+    return norms.gated(y, own, norms.GATED_NORM.portable), after, pending, conv_input
+
+
+def fits(projected: GDNProjections, convolution: ShortConvWeights) -> bool:
+    """Returns whether the kernel runs a window of these shapes and types here."""
+    if projected.q.shape[1] > _ROOMS[-1]:
+        return False
+    return GATED_DELTA_STEP.works(short_conv.shape_of(projected, convolution), projected.q.dtype)
+
+
+def _warps(shape: GDNShape) -> int:
+    return shape.value_dim * _L // (gpu.LANES * _R)
+
+
+def _applies(shape: GDNShape, dtype: mx.Dtype) -> bool:
+    nbytes = _ROOMS[-1] * (2 * dtype.size * (shape.key_dim + shape.value_dim) + 2 * 4)
+    fit = shape.key_dim % gpu.LANES == shape.value_dim % gpu.LANES == 0
+    return fit and shape.value_dim <= 128 and nbytes <= _SHARED
+
+
+def _arguments(shape: GDNShape, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
+    inputs = self_check.RandomInputs(0, shape, dtype)
+    gate, history = inputs.output_gate(tokens), inputs.history(1, 0)
+    state = inputs.state(1)
+    return inputs.projected(1, tokens), inputs.convolution(), gate, state, history, None, None, None
+
+
+GATED_DELTA_STEP = gpu.Operation(
+    "gated delta step kernel / portable",
+    "gated_delta_step",
+    lambda shape, dtype: self_check.gated_delta_step_error(run_kernel, run_reference, shape, dtype),
+    _applies,
+    run_kernel,
+    run_reference,
+    _arguments,
+)
