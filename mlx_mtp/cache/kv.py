@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -29,15 +30,13 @@ class RaggedKVCache:
 
     def write(self, packing: Packing, entries: mx.array) -> None:
         """Write the keys and values of a pass, `entries` [N, 2, heads, dim]."""
-        _, _, heads, dim = entries.shape
-        buffers = [part.buffer for part in packing.parts]
-        arrays = [self._writable(buffer, heads, dim, entries.dtype) for buffer in buffers]
-        lines = packing.kv_lines(heads)
+        arrays = self._arrays(packing, entries)
+        lines = packing.kv_lines(entries.shape[2])
         write: Callable[..., list[mx.array]] = _write
         if backend() is not None and packing.longest <= LONGEST_WINDOW:
-            write = _compiled(*(each.shape for each in (*arrays, *lines)))
+            write = _compiled(_write, *(each.shape for each in (*arrays, *lines)))
         written = write(entries[packing.by_part], lines, arrays)
-        self.buffers |= dict(zip(buffers, written, strict=True))
+        self.buffers |= dict(zip(packing.buffers, written, strict=True))
 
     def attend(
         self, packing: Packing, queries: mx.array, scale: float, exact: bool = False
@@ -80,10 +79,31 @@ class RaggedKVCache:
             outputs.append(cpu.attend(part.rect(queries), kv, bias))
         return packing.join(outputs)
 
+    def write_and_attend(
+        self,
+        packing: Packing,
+        entries: mx.array,
+        queries: mx.array,
+        scale: float,
+        exact: bool = False,
+    ) -> mx.array:
+        """`write`, then `attend`. A decode step's are one compiled call if a kernel runs them."""
+        arrays = self._arrays(packing, entries)
+        kind = queries.shape, entries.shape, scale, *(array.shape for array in arrays)
+        if kind not in packing.calls:  # The layers of a model are mostly of one kind.
+            packing.calls[kind] = _window_call(packing, queries, entries, arrays, scale)
+        call = packing.calls[kind]
+        if call is None:
+            self.write(packing, entries)
+            return self.attend(packing, queries, scale, exact)
+        attended, written = call(queries, entries, arrays)
+        self.buffers |= dict(zip(packing.buffers, written, strict=True))
+        return attended
+
     def put(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:
         """Write a row's entries from position `start` on; keys and values are [heads, T, dim]."""
         (buffer, slot), (heads, count, dim) = place, keys.shape
-        array = _by_axis(buffer, self._writable(buffer, heads, dim, keys.dtype))
+        array = _by_axis(buffer, self._array(buffer, heads, dim, keys.dtype))
         for which, new in enumerate((keys, values)):
             array[which, slot, :, start : start + count] = new
         self.buffers[buffer] = array.reshape(-1, dim)
@@ -116,14 +136,16 @@ class RaggedKVCache:
     def arrays(self) -> list[mx.array]:
         return list(self.buffers.values())
 
-    def _writable(self, buffer: Buffer, heads: int, dim: int, dtype: mx.Dtype) -> mx.array:
-        """A buffer's array to write to. Copy on write: another batch may share the buffer."""
-        if buffer in self.buffers:
-            array = copy.copy(self.buffers[buffer])
-        else:
-            array = mx.zeros((2 * buffer.slots * heads * buffer.capacity, dim), dtype=dtype)
-        self.buffers[buffer] = array
-        return array
+    def _arrays(self, packing: Packing, entries: mx.array) -> list[mx.array]:
+        """The arrays of a pass's buffers, for entries [N, 2, heads, dim]."""
+        _, _, heads, dim = entries.shape
+        return [self._array(buffer, heads, dim, entries.dtype) for buffer in packing.buffers]
+
+    def _array(self, buffer: Buffer, heads: int, dim: int, dtype: mx.Dtype) -> mx.array:
+        if buffer not in self.buffers:
+            lines = 2 * buffer.slots * heads * buffer.capacity
+            self.buffers[buffer] = mx.zeros((lines, dim), dtype=dtype)
+        return self.buffers[buffer]
 
 
 def _heads(buffer: Buffer, array: mx.array) -> int:
@@ -141,6 +163,7 @@ def _write(
     lines: list[mx.array],  # see `Packing.kv_lines`
     arrays: list[mx.array],  # of all buffers
 ) -> list[mx.array]:
+    arrays = [copy.copy(each) for each in arrays]  # Another batch may share them.
     new, first = entries.reshape(-1, entries.shape[-1]), 0
     for index, array in zip(lines, arrays, strict=True):
         array[index] = new[first : first + len(index)]
@@ -148,8 +171,41 @@ def _write(
     return arrays
 
 
+def _window_call(
+    packing: Packing,
+    queries: mx.array,
+    entries: mx.array,
+    arrays: list[mx.array],
+    scale: float,
+) -> Callable[..., Any] | None:
+    """Returns `_write_and_attend` of a pass's windows, compiled; None if no kernel runs them."""
+    kv_heads = entries.shape[2]
+    given = queries, arrays[0], kv_heads, packing.longest, scale
+    plan = attention.plan_windows(*given, packing.window_slots)
+    if plan is None:
+        return None
+    lines, by_part = packing.kv_lines(kv_heads), packing.by_part
+    order = None if isinstance(by_part, slice) else by_part
+    shapes = (each.shape for each in (queries, *arrays, *lines))
+    call = _compiled(_write_and_attend, *shapes)
+    return functools.partial(call, packing.positions, lines, order, plan)
+
+
+def _write_and_attend(
+    positions: mx.array,
+    lines: list[mx.array],
+    order: mx.array | None,  # see `Packing.by_part`
+    plan: Any,  # see `attention.plan_windows`
+    queries: mx.array,
+    entries: mx.array,
+    arrays: list[mx.array],
+) -> tuple[mx.array, list[mx.array]]:
+    arrays = _write(entries if order is None else entries[order], lines, arrays)
+    return attention.attend_planned(queries, positions, arrays, entries.shape[2], plan), arrays
+
+
 # With many buffers half of a step's launches are writes, and mlx launches compiled ones faster. The
 # shapes are in the key because a compiled function keeps an entry per shape as long as it lives.
 @functools.lru_cache(maxsize=1024)
-def _compiled(*_shapes: Sequence[int]) -> Callable[..., list[mx.array]]:
-    return mx.compile(lambda *inputs: _write(*inputs))
+def _compiled(function: Callable[..., Any], *_shapes: Sequence[int]) -> Callable[..., Any]:
+    return mx.compile(lambda *inputs: function(*inputs))

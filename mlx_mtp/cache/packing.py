@@ -7,7 +7,7 @@ recurrence needs them as one padded `rectangle`, and attention as one rectangle 
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -101,6 +101,7 @@ class Packing:
         self.rectangle = self.windows.rectangle
         self.num_tokens, self.longest = self.windows.num_tokens, self.windows.longest
         self._lines: dict[int, list[mx.array]] = {}
+        self.calls: dict[Any, Callable[..., Any] | None] = {}  # `RaggedKVCache`'s, by kind of layer
         self.positions = start  # of each token, int32
         self._single = self.longest == 1 and self.num_tokens == len(lengths)
         if not self._single:
@@ -129,6 +130,11 @@ class Packing:
     def parts(self) -> list["Part"]:
         """The tokens by buffer."""
         return [Part(self, rows) for rows in self._placed.parts]
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """The buffer of each part."""
+        return self._placed.buffers
 
     @property
     def window_slots(self) -> tuple[tuple[int, ...], ...]:
@@ -194,6 +200,7 @@ class _Placement:
             if length:
                 rows[places[row][0]].append(row)
         self.parts = [_PlacedRows(*each, places, windows) for each in rows.items()]
+        self.buffers = [*rows]
         self.by_part = _index(np.concatenate([part.tokens for part in self.parts]))
         numbers, slots = {buffer: number for number, buffer in enumerate(rows)}, []
         for row, ((buffer, slot), first) in enumerate(zip(places, windows.first.tolist())):

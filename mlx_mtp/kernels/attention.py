@@ -11,12 +11,14 @@ run in blocks, with the softmax of `activations`. All else is mlx's own attentio
 import platform
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.activations import softmax
 from mlx_mtp.kernels.cuda import decode_attention, flash_attention
+from mlx_mtp.kernels.cuda.attention_plan import plan_launches
 from mlx_mtp.kernels.metal import window_attention
 
 BLOCK = 512  # queries of a block; chosen by measurements of 64 to 2,048 on CUDA
@@ -55,6 +57,31 @@ def attend_windows(
         return None
     attend = window_attention.attend if on_metal else decode_attention.attend
     return attend(queries, positions, buffers, kv_heads, rows)
+
+
+def plan_windows(
+    queries: mx.array,
+    kv: mx.array,
+    kv_heads: int,
+    longest: int,
+    scale: float,
+    rows: tuple[tuple[int, ...], ...],
+) -> Any:
+    """Returns the launches of `attend_windows` as a tree of arrays and numbers; None off CUDA.
+
+    Layers that differ only in their arrays share it, and so one compiled function.
+    """
+    operation = decode_attention.WINDOW_ATTENTION
+    if gpu.backend() != "cuda" or not fits(operation, queries, kv, kv_heads, longest, scale):
+        return None
+    return plan_launches(rows, queries.shape[1] // kv_heads)
+
+
+def attend_planned(
+    queries: mx.array, positions: mx.array, buffers: Sequence[mx.array], kv_heads: int, plan: Any
+) -> mx.array:
+    """`attend_windows`, with the launches of `plan_windows`."""
+    return decode_attention.attend_launches(queries, positions, buffers, kv_heads, *plan)
 
 
 def fits(

@@ -72,9 +72,8 @@ class RaggedAttention(Qwen3NextAttention):
         counts = [cache.packing.num_tokens for cache in caches]
         outputs = []
         for cache, (cache_queries, new) in zip(caches, _split([queries, entries], counts)):
-            cache.write(cache.packing, new)
-            given = cache.packing, cache_queries, self.scale, self.batch_invariant
-            outputs.append([cache.attend(*given)])
+            given = cache.packing, new, cache_queries, self.scale, self.batch_invariant
+            outputs.append([cache.write_and_attend(*given)])
         (attended,) = _joined(outputs)
         return attended, doubled
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, self_check
 from mlx_mtp.kernels.cuda import mma
-from mlx_mtp.kernels.cuda.attention_plan import PIECE, TILE, plan_launches
+from mlx_mtp.kernels.cuda.attention_plan import PIECE, TILE, AttentionLaunch, plan_launches
 
 DIMS = (64, 128, 256)
 _AHEAD = 2  # loads in flight, of keys and of values
@@ -265,9 +265,20 @@ def attend(
     rows: tuple[tuple[int, ...], ...],  # see `attention_plan.plan_launches`
 ) -> mx.array:
     """Returns the attention of all windows of a pass, [N, heads, D]."""
-    heads = queries.shape[1]
-    launches, order = plan_launches(rows, heads // kv_heads)
-    outputs = []
+    plan = plan_launches(rows, queries.shape[1] // kv_heads)
+    return attend_launches(queries, positions, buffers, kv_heads, *plan)
+
+
+def attend_launches(
+    queries: mx.array,
+    positions: mx.array,
+    buffers: Sequence[mx.array],
+    kv_heads: int,
+    launches: Sequence[AttentionLaunch],  # see `attention_plan.plan_launches`
+    order: mx.array | None,
+) -> mx.array:
+    """`attend`, with launches that have been planned."""
+    heads, outputs = queries.shape[1], []
     for each in launches:
         own = [buffers[number] for number in each.buffers]
         counts = len(each.buffers), each.tiles, len(each.items), len(each.tokens)
