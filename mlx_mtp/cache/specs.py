@@ -86,7 +86,8 @@ class GatedDeltaSpec:
     def window_nbytes(self, depth: int, itemsize: int) -> int:
         """Returns the maximum bytes per row that a step of `depth` drafts leaves pending.
 
-        On a GPU keys share an array with queries and values, and decays one with write strengths.
+        On a GPU, in steps of many rows, keys share an array with queries and values, and decays one
+        with write strengths (see `gated_delta_step.fits`).
         """
         _, _, hv, dv, _ = self.shape
         inputs, pending = self.shape.channels * itemsize, hv * (dv + 2) * _FLOAT32

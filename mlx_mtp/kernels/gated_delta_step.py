@@ -1,8 +1,9 @@
 """A GatedDeltaNet layer's window in one launch: from its input projections to its output's norm.
 
-In a decode step the convolution (`short_conv`), the recurrence (`gated_delta`) and the gated norm
-(`norms.GATED_NORM`) take as long to launch as to compute. Here a threadgroup has one head of one
-row, so what they hand on stays in its memory. The sources are theirs, and so are the results.
+In a decode step of few rows the convolution (`short_conv`), the recurrence (`gated_delta`) and the
+gated norm (`norms.GATED_NORM`) take longer to launch than to compute. Here a threadgroup has one
+head of one row, so what they hand on stays in its memory. The sources are theirs, and so must be
+the bits of the results: `fits` decides by the number of rows, which must not change a row.
 """
 
 import functools
@@ -18,11 +19,11 @@ from mlx_mtp.kernels.gdn_types import (
     PendingWindow,
     ShortConvWeights,
 )
-from mlx_mtp.kernels.view import View, arrays_and_constants, to_array
+from mlx_mtp.kernels.view import View, arrays_and_constants
 
-# Positions that a threadgroup has memory for: the first that is enough. More are a prompt's.
-_ROOMS = 4, gpu.LONGEST_WINDOW
-_SHARED = 32 << 10  # of a threadgroup's memory on Metal
+_MOST = 8  # positions that a threadgroup has memory for
+# With more threadgroups, three launches are as fast: of theirs, more run at the same time (H200).
+_MOST_GROUPS = 256
 _L, _R = 16, 4  # lanes that share a row of the state, and rows of each lane
 
 _BODY = f"""
@@ -84,6 +85,7 @@ _BODY = f"""
 }
     }}
 """
+Step = tuple[mx.array, mx.array, PendingWindow | None, mx.array]
 _PROJECTED, _PREVIOUS = "qkvab", ("previous_k", "previous_delta", "previous_g")
 
 
@@ -108,8 +110,13 @@ def run_kernel(
     previous: PendingWindow | None,
     num_kept: mx.array | None,
     lengths: mx.array | None,
-) -> tuple[mx.array, mx.array, PendingWindow | None, mx.array]:
-    """`run_reference`, by the kernel."""
+) -> Step:
+    """Run a window from the projections to the outputs' norm.
+
+    The arguments from `state` on are those of `recurrence.run_window` and of `short_conv.convolve`.
+    Returns the normed and gated outputs [B * T, Hv * Dv], the state, the window that the next call
+    must fold, and the convolution's input.
+    """
     shape, dtype = short_conv.shape_of(projected, convolution), projected.q.dtype
     batch, length = projected.q.shape[:2]
     none = gpu.zeros(batch)
@@ -121,7 +128,7 @@ def run_kernel(
     folded, more = arrays_and_constants(_PREVIOUS, previous)
     advance, warps = lengths is not None, _warps(shape)
     key_heads, _, heads, value_dim, _ = shape
-    tokens, room = (batch, length), next(each for each in _ROOMS if length <= each)
+    tokens = batch, length
     results = [
         ((batch * length, heads * value_dim), dtype),
         (state.shape, mx.float32),
@@ -133,7 +140,7 @@ def run_kernel(
     y, after, conv_input, *window = _kernel(advance)(
         [*arrays, z.array, *folded, *convolution, gate.weight, state, history, *counts],
         {"InT": dtype, "ValueT": dtype, "StrengthT": mx.float32, "ADVANCE": advance, "AHEAD": 1}
-        | {"RUN": 1, "SIZE": shape.conv_size, "ROOM": room, "WARPS": warps}
+        | {"RUN": 1, "SIZE": shape.conv_size, "ROOM": _MOST, "WARPS": warps}
         | {"INVERSE_EPS": round(1 / portable.EPS), "INVERSE_NORM_EPS": round(1 / gate.eps)}
         | {"L": _L, "R": _R, **shape.sizes(), **constants, **more, **z.constants("Z")},
         (1, warps, batch * heads),
@@ -146,7 +153,7 @@ def run_kernel(
     return y, after, PendingWindow(keys, delta, decays), conv_input
 
 
-def run_reference(
+def run_kernels(
     projected: GDNProjections,
     convolution: ShortConvWeights,
     gate: OutputGate,
@@ -155,23 +162,20 @@ def run_reference(
     previous: PendingWindow | None,
     num_kept: mx.array | None,
     lengths: mx.array | None,
-) -> tuple[mx.array, mx.array, PendingWindow | None, mx.array]:
-    """Run `convolve`, `recurrence.run_window` and the gated norm, in mlx operations.
-
-    Returns the normed and gated outputs [B * T, Hv * Dv], the state, the window that the next call
-    must fold, and the convolution's input.
-    """
-    q, window, conv_input = portable.short_conv(projected, convolution, history, num_kept)
-    y, after, pending = portable.run_window(q, window, state, previous, num_kept, lengths)
-    own = gate._replace(z=to_array(gate.z))
-    return norms.gated(y, own, norms.GATED_NORM.portable), after, pending, conv_input
+) -> Step:
+    """`run_kernel`, by the three kernels whose sources it has."""
+    q, window, conv_input = short_conv.run_kernel(projected, convolution, history, num_kept)
+    given = q, window, state, previous, num_kept, lengths
+    y, after, pending = gated_delta.run_kernel(*given)
+    return norms.gated(y, gate), after, pending, conv_input
 
 
 def fits(projected: GDNProjections, convolution: ShortConvWeights) -> bool:
-    """Returns whether the kernel runs a window of these shapes and types here."""
-    if projected.q.shape[1] > _ROOMS[-1]:
+    """Returns whether the kernel runs a window of these shapes and types, and is the fastest."""
+    shape, (rows, length) = short_conv.shape_of(projected, convolution), projected.q.shape[:2]
+    if length > _MOST or rows * shape.value_heads > _MOST_GROUPS:
         return False
-    return GATED_DELTA_STEP.works(short_conv.shape_of(projected, convolution), projected.q.dtype)
+    return GATED_DELTA_STEP.works(shape, projected.q.dtype)
 
 
 def _warps(shape: GDNShape) -> int:
@@ -179,9 +183,8 @@ def _warps(shape: GDNShape) -> int:
 
 
 def _applies(shape: GDNShape, dtype: mx.Dtype) -> bool:
-    nbytes = _ROOMS[-1] * (2 * dtype.size * (shape.key_dim + shape.value_dim) + 2 * 4)
-    fit = shape.key_dim % gpu.LANES == shape.value_dim % gpu.LANES == 0
-    return fit and shape.value_dim <= 128 and nbytes <= _SHARED
+    parts = (gated_delta.GATED_DELTA, shape), (short_conv.SHORT_CONV, shape)
+    return shape.value_dim <= 128 and all(part.works(each, dtype) for part, each in parts)
 
 
 def _arguments(shape: GDNShape, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
@@ -192,11 +195,11 @@ def _arguments(shape: GDNShape, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]
 
 
 GATED_DELTA_STEP = gpu.Operation(
-    "gated delta step kernel / portable",
+    "gated delta step kernel / three kernels",
     "gated_delta_step",
-    lambda shape, dtype: self_check.gated_delta_step_error(run_kernel, run_reference, shape, dtype),
+    lambda shape, dtype: self_check.gated_delta_step_error(run_kernel, run_kernels, shape, dtype),
     _applies,
     run_kernel,
-    run_reference,
+    run_kernels,
     _arguments,
 )

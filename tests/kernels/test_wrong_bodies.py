@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.kernels import cases, gated_delta, gpu, norms, short_conv, topk
+from mlx_mtp.kernels import cases, gated_delta, gated_delta_step, gpu, norms, short_conv, topk
 from mlx_mtp.kernels.cases import KernelCase
 from mlx_mtp.kernels.cuda import (
     decode_attention,
@@ -21,6 +21,7 @@ from tests.support.quick import full
 F32, BF16 = mx.float32, mx.bfloat16
 GATED_DELTA = KernelCase(gated_delta.GATED_DELTA, GDNShape(2, 32, 4, 32), F32)
 SHORT_CONV = GATED_DELTA._replace(operation=short_conv.SHORT_CONV)
+STEP = GATED_DELTA._replace(operation=gated_delta_step.GATED_DELTA_STEP)
 CHUNKS = KernelCase(gated_delta_chunks.GATED_DELTA_CHUNKS, GDNShape(2, 64, 4, 32), BF16)
 ROUTER = KernelCase(topk.ROUTER, topk.Router(64, 5, True), F32)
 ADD_NORM = KernelCase(norms.ADD_NORM, norms.NormShape(288, 1e-6), F32)
@@ -31,14 +32,27 @@ ROTATE = KernelCase(norms.ROTATE, norms.NormShape(128, 1e-6, 3, 2, 64, 1e6, 0.5)
 WINDOWS = KernelCase(decode_attention.WINDOW_ATTENTION, (4, 1, 128), BF16)
 FLASH = KernelCase(flash_attention.FLASH_ATTENTION, (2, 1, flash_attention.DIM), BF16)
 BLOCKS = KernelCase(window_attention.BLOCK_ATTENTION, (4, 1, 128), BF16)
-SMALL = [GATED_DELTA, SHORT_CONV, CHUNKS, ROUTER, ADD_NORM, MIX_NORM, GATED_NORM, GATE, ROTATE]
+SMALL = [
+    GATED_DELTA,
+    SHORT_CONV,
+    STEP,
+    CHUNKS,
+    ROUTER,
+    ADD_NORM,
+    MIX_NORM,
+    GATED_NORM,
+    GATE,
+    ROTATE,
+]
 
 # Case, owner of a part of the source, a right text in it, and a wrong one.
 QUICK = [
     # The state is not decayed.
     (GATED_DELTA, gated_delta, "(key[i], d, s[r][i] * decay)", "(key[i], d, s[r][i])"),
     (SHORT_CONV, short_conv.KERNEL, "+ num_kept[b]) * C", ") * C"),
+    (STEP, gated_delta_step, "hv % (Hv / Hk) * Z_BY2", "0"),
     # Missing barriers are found, too.
+    (STEP, gated_delta_step, "    BARRIER;\n    for (int t = warp", "    for (int t = warp"),
     (CHUNKS, gated_delta_chunks, "exp(last - sums[row])", "1.0f"),
     (CHUNKS, gated_delta_chunks, "__syncthreads();\n\n      float d[4]", "\n      float d[4]"),
     (CHUNKS, gated_delta_prepare, "__syncthreads();\n    T* const so", "\n    T* const so"),
@@ -50,6 +64,9 @@ QUICK = [
     (FLASH, flash_attention, "i % 2 > first", "i % 2 >= first"),
 ]
 OTHERS = [
+    (STEP, gated_delta_step, "    BARRIER;\n    if (!ADVANCE)", "    if (!ADVANCE)"),
+    (STEP, gated_delta_step, "num_folded", "num_kept"),
+    (STEP, gated_delta_step, "(is_value || keeps_key)", "keeps_key"),
     (GATED_DELTA, gated_delta, "t < num_kept[b]", "t < num_kept[b] - 1"),
     (GATED_DELTA, gated_delta, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
     (GATED_DELTA, gated_delta, "ADVANCE ? lengths[b] : length", "length"),
@@ -100,7 +117,8 @@ def test_right_bodies_are_used(matrix_units, case, caplog):
     others = {CHUNKS: (BF16, mx.float16), FLASH: (), WINDOWS: (), BLOCKS: ()}
     dtypes = others.get(case, (F32, BF16))
     (check,) = check_cases("small", [case])
-    assert check.ok and check.applies and 0 < check.difference < gpu.TOLERANCE
+    assert check.ok and check.applies and check.difference < gpu.TOLERANCE
+    assert (check.difference > 0) != (case is STEP), "a step's has the bits of its parts"
     for dtype in dtypes:
         assert case.operation.works(case.shape, dtype), caplog.text
 
