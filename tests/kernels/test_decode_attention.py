@@ -42,12 +42,21 @@ def test_ragged_rows_of_more_buffers_than_a_launch_has(monkeypatch):
     ends = [start + length for start, length in zip(starts, lengths)]
     layout.arrange(ends, [max(end, 1500 * (row == 4)) for row, end in enumerate(ends)])
     assert len(layout.buffers) > 2
-    cache = RaggedKVCache()
+    cache, other = RaggedKVCache(), RaggedKVCache()
     for number, buffer in enumerate(layout.buffers):
         cache.buffers[buffer] = normal(2 * buffer.slots * buffer.capacity, 128, seed=number)
+    other.buffers = dict(cache.buffers)
     packing = Packing(layout, mx.array(starts, dtype=mx.int32), lengths)
     queries = normal(packing.num_tokens, 4, 128, seed=7)
+    entries = normal(packing.num_tokens, 2, 1, 128, seed=8)
+    for _ in range(2):  # The second time by the call that is kept.
+        at_once = other.write_and_attend(packing, entries, queries, 128**-0.5)
+    assert [*packing.calls.values()] != [None]
+    cache.write(packing, entries)
     found = cache.attend(packing, queries, 128**-0.5)
+    assert mx.array_equal(at_once, found)
+    assert cache.buffers.keys() == other.buffers.keys()
+    assert all(mx.array_equal(array, other.buffers[b]) for b, array in cache.buffers.items())
     monkeypatch.setattr(attention, "fits", lambda *_: False)
     true = cache.attend(packing, queries, 128**-0.5)
     assert found.shape == true.shape and found.dtype == true.dtype
