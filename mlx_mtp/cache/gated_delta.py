@@ -8,13 +8,7 @@ import mlx.core as mx
 
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels import cpu, gated_delta_step, norms
-from mlx_mtp.kernels.gdn_types import (
-    GDNProjections,
-    GDNShape,
-    OutputGate,
-    PendingWindow,
-    ShortConvWeights,
-)
+from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, PendingWindow, ShortConvWeights
 from mlx_mtp.kernels.portable import conv_tail
 from mlx_mtp.kernels.recurrence import fold, run_window
 from mlx_mtp.kernels.short_conv import convolve
@@ -75,7 +69,7 @@ class GatedDeltaCache:
         return outputs
 
     def run_gated(
-        self, projected: GDNProjections, convolution: ShortConvWeights, gate: OutputGate
+        self, projected: GDNProjections, convolution: ShortConvWeights, gate: norms.OutputGate
     ) -> mx.array:
         """`run_window`, with the outputs normed and gated, [B * T, Hv * Dv]."""
         if not gated_delta_step.fits(projected, convolution):

@@ -172,11 +172,7 @@ def _write(
 
 
 def _window_call(
-    packing: Packing,
-    queries: mx.array,
-    entries: mx.array,
-    arrays: list[mx.array],
-    scale: float,
+    packing: Packing, queries: mx.array, entries: mx.array, arrays: list[mx.array], scale: float
 ) -> Callable[..., Any] | None:
     """Returns `_write_and_attend` of a pass's windows, compiled; None if no kernel runs them."""
     kv_heads = entries.shape[2]

@@ -4,6 +4,7 @@
   module                  what one launch computes                               for
   gated_delta             fold of a window's kept prefix, recurrence of the next any GPU
   short_conv              convolution, silu, norms and gates before it           any GPU
+  gated_delta_step        both of these and the outputs' gated norm              any GPU, few rows
   norms                   RMS norm with sum, gate or RoPE; attention's gate      any GPU
   topk                    top-k experts, their weights, pairs sorted by expert   any GPU
   cuda.skinny_gemm        GEMMs of few rows with one input; gate, up, SwiGLU;    CUDA, decode steps

@@ -7,25 +7,29 @@ the bits of the results: `fits` decides by the number of rows, which must not ch
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_mtp.kernels import gated_delta, gpu, norms, portable, self_check, short_conv
-from mlx_mtp.kernels.gdn_types import (
-    GDNProjections,
-    GDNShape,
-    OutputGate,
-    PendingWindow,
-    ShortConvWeights,
-)
-from mlx_mtp.kernels.view import View, arrays_and_constants
+from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, PendingWindow, ShortConvWeights
+from mlx_mtp.kernels.view import View, arrays_and_constants, column_view, to_arrays
 
-_MOST = 8  # positions that a threadgroup has memory for
+_ROOM = 8  # positions that a threadgroup has memory for
 # With more threadgroups, three launches are as fast: of theirs, more run at the same time (H200).
 _MOST_GROUPS = 256
 _L, _R = 16, 4  # lanes that share a row of the state, and rows of each lane
 
+_CONVOLVE = short_conv.source(
+    "(is_value || keeps_key)",
+    "(inputs + kind * ROOM * Dk + t * dim)",
+    "gates[t]",
+    "gates[ROOM + t]",
+)
+_FOLD = gated_delta.FOLD.replace("num_kept", "num_folded")
+_NORM = norms.GATED_HEAD.replace("DIM", "Dv").replace("weight[", "norm_weight[")
+_NORM = _NORM.replace("INVERSE_EPS", "INVERSE_NORM_EPS")
 _BODY = f"""
     const int hv = grid_z % Hv;
     const int b = grid_z / Hv;
@@ -44,14 +48,7 @@ _BODY = f"""
       const int begin = task / 3;
       const int kind = task % 3;
       const int head = kind == 2 ? 2 * Hk + hv : kind * Hk + hk;
-      {
-    short_conv.source(
-        "(is_value || keeps_key)",
-        "(inputs + kind * ROOM * Dk + t * dim)",
-        "gates[t]",
-        "gates[ROOM + t]",
-    )
-}
+      {_CONVOLVE}
     }}
     BARRIER;
     if (!ADVANCE) {{
@@ -62,7 +59,7 @@ _BODY = f"""
         decays[(first_token + t) * Hv + hv] = gates[t];
       }}
     }}
-    {gated_delta.FOLD.replace("num_kept", "num_folded")}
+    {_FOLD}
     const auto all_queries = inputs + part;
     const auto all_keys = inputs + ROOM * Dk + part;
     const auto all_values = inputs + 2 * ROOM * Dk + first;
@@ -78,14 +75,10 @@ _BODY = f"""
       const auto from = outputs + t * Dv;
       const auto gates = z + Z_AT + token * Z_BY0 + hk * Z_BY1 + hv % (Hv / Hk) * Z_BY2;
       const auto to = y + (token * Hv + hv) * Dv;
-      {
-    norms.GATED_HEAD.replace("DIM", "Dv")
-    .replace("INVERSE_EPS", "INVERSE_NORM_EPS")
-    .replace("weight[", "norm_weight[")
-}
+      {_NORM}
     }}
 """
-Step = tuple[mx.array, mx.array, PendingWindow | None, mx.array]
+_Results = tuple[mx.array, mx.array, PendingWindow | None, mx.array]
 _PROJECTED, _PREVIOUS = "qkvab", ("previous_k", "previous_delta", "previous_g")
 
 
@@ -104,13 +97,13 @@ def _kernel(advance: bool) -> gpu.Kernel:
 def run_kernel(
     projected: GDNProjections,  # of T positions
     convolution: ShortConvWeights,
-    gate: OutputGate,
+    gate: norms.OutputGate,
     state: mx.array,
     history: mx.array,
     previous: PendingWindow | None,
     num_kept: mx.array | None,
     lengths: mx.array | None,
-) -> Step:
+) -> _Results:
     """Run a window from the projections to the outputs' norm.
 
     The arguments from `state` on are those of `recurrence.run_window` and of `short_conv.convolve`.
@@ -140,7 +133,7 @@ def run_kernel(
     y, after, conv_input, *window = _kernel(advance)(
         [*arrays, z.array, *folded, *convolution, gate.weight, state, history, *counts],
         {"InT": dtype, "ValueT": dtype, "StrengthT": mx.float32, "ADVANCE": advance, "AHEAD": 1}
-        | {"RUN": 1, "SIZE": shape.conv_size, "ROOM": _MOST, "WARPS": warps}
+        | {"RUN": 1, "SIZE": shape.conv_size, "ROOM": _ROOM, "WARPS": warps}
         | {"INVERSE_EPS": round(1 / portable.EPS), "INVERSE_NORM_EPS": round(1 / gate.eps)}
         | {"L": _L, "R": _R, **shape.sizes(), **constants, **more, **z.constants("Z")},
         (1, warps, batch * heads),
@@ -156,24 +149,24 @@ def run_kernel(
 def run_kernels(
     projected: GDNProjections,
     convolution: ShortConvWeights,
-    gate: OutputGate,
+    gate: norms.OutputGate,
     state: mx.array,
     history: mx.array,
     previous: PendingWindow | None,
     num_kept: mx.array | None,
     lengths: mx.array | None,
-) -> Step:
+) -> _Results:
     """`run_kernel`, by the three kernels whose sources it has."""
     q, window, conv_input = short_conv.run_kernel(projected, convolution, history, num_kept)
-    given = q, window, state, previous, num_kept, lengths
-    y, after, pending = gated_delta.run_kernel(*given)
+    folded = previous, num_kept, lengths
+    y, after, pending = gated_delta.run_kernel(q, window, state, *folded)
     return norms.gated(y, gate), after, pending, conv_input
 
 
 def fits(projected: GDNProjections, convolution: ShortConvWeights) -> bool:
     """Returns whether the kernel runs a window of these shapes and types, and is the fastest."""
     shape, (rows, length) = short_conv.shape_of(projected, convolution), projected.q.shape[:2]
-    if length > _MOST or rows * shape.value_heads > _MOST_GROUPS:
+    if length > _ROOM or rows * shape.value_heads > _MOST_GROUPS:
         return False
     return GATED_DELTA_STEP.works(shape, projected.q.dtype)
 
@@ -187,17 +180,46 @@ def _applies(shape: GDNShape, dtype: mx.Dtype) -> bool:
     return shape.value_dim <= 128 and all(part.works(each, dtype) for part, each in parts)
 
 
+def random_gate(inputs: self_check.RandomInputs, tokens: int) -> norms.OutputGate:
+    """Returns a gate for a number of tokens, a view as in the models."""
+    hk, _, hv, dv, _ = inputs.shape
+    wide, weight = (inputs.normal(*s).astype(inputs.dtype) for s in ((tokens, 2 * hv * dv), (dv,)))
+    z = column_view(wide, (tokens,), dv, 2 * hv // hk * dv, (hk, hv // hk, dv))
+    return norms.OutputGate(z, weight, 1e-6)
+
+
+def _error(shape: GDNShape, dtype: mx.Dtype) -> float:
+    """Returns 0 if windows in a row have the bits of `run_kernels`, else raises ValueError.
+
+    Two rows keep parts of the windows; those of the last windows are known in advance.
+    """
+    inputs = self_check.RandomInputs(0, shape, dtype)
+    convolution = inputs.convolution()
+    held: list[Any] = [(inputs.state(2), inputs.history(2, 0), None, None)] * 2
+    runs: list[Callable[..., Any]] = [run_kernel, run_kernels]
+    parts = (2, [1, 2], False), (3, [3, 0], False), (6, [2, 6], False), (1, [1, 1], True)
+    for length, counts, known in (*parts, (5, [5, 4], True)):
+        given = inputs.projected(2, length), convolution, random_gate(inputs, 2 * length)
+        kept, found = mx.array(counts), list[list[mx.array]]()
+        for number, run in enumerate(runs):
+            y, state, pending, history = run(*given, *held[number], kept if known else None)
+            held[number] = state, history, pending, kept
+            found.append([y, state, history, *to_arrays(pending or ())])
+        if not all(mx.array_equal(a, b) for a, b in zip(*found, strict=True)):
+            raise ValueError("its bits are not those of the kernels that it consists of")
+    return 0.0
+
+
 def _arguments(shape: GDNShape, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
     inputs = self_check.RandomInputs(0, shape, dtype)
-    gate, history = inputs.output_gate(tokens), inputs.history(1, 0)
-    state = inputs.state(1)
-    return inputs.projected(1, tokens), inputs.convolution(), gate, state, history, None, None, None
+    given = inputs.projected(1, tokens), inputs.convolution(), random_gate(inputs, tokens)
+    return *given, inputs.state(1), inputs.history(1, 0), None, None, None
 
 
 GATED_DELTA_STEP = gpu.Operation(
     "gated delta step kernel / three kernels",
     "gated_delta_step",
-    lambda shape, dtype: self_check.gated_delta_step_error(run_kernel, run_kernels, shape, dtype),
+    _error,
     _applies,
     run_kernel,
     run_kernels,

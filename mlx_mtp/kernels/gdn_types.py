@@ -75,14 +75,6 @@ class ShortConvWeights(NamedTuple):
         return self.weight.shape[1]
 
 
-class OutputGate(NamedTuple):
-    """The gated norm of a layer's outputs: rms_norm(y) * weight * silu(z)."""
-
-    z: Operand  # [B * T, Hk, R, Dv]
-    weight: mx.array  # [Dv]
-    eps: float
-
-
 class PendingWindow(NamedTuple):
     """What is needed to fold an accepted prefix of a window, after the window has run."""
 

@@ -14,7 +14,6 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_mtp.kernels import gpu, self_check
-from mlx_mtp.kernels.gdn_types import OutputGate
 from mlx_mtp.kernels.view import Operand, View, to_array
 
 _MOST_WARPS = 32  # of a row in a decode step
@@ -379,13 +378,19 @@ ROTATE = FusedNorm(
 )
 
 
-def gated(
-    y: mx.array, gate: OutputGate, norm: Callable[..., list[mx.array]] = GATED_NORM
-) -> mx.array:
+class OutputGate(NamedTuple):
+    """The gated norm of a GatedDeltaNet layer's outputs: rms_norm(y) * weight * silu(z)."""
+
+    z: Operand  # [B * T, Hk, R, Dv]
+    weight: mx.array  # [Dv]
+    eps: float
+
+
+def gated(y: mx.array, gate: OutputGate) -> mx.array:
     """Returns the outputs y [B, T, Hv, Dv] normed and gated, [B * T, Hv * Dv]."""
     heads, dim = y.shape[-2:]
     shape = NormShape(dim, gate.eps, heads, ratio=gate.z.shape[2])
-    return norm(shape, gate.z, y, gate.weight)[0]
+    return GATED_NORM(shape, gate.z, y, gate.weight)[0]
 
 
 def rotate(

@@ -13,7 +13,6 @@ from mlx_mtp.kernels.gdn_types import (
     GDNProjections,
     GDNShape,
     GDNWindow,
-    OutputGate,
     ShortConvWeights,
 )
 from mlx_mtp.kernels.view import column_view, to_array, to_arrays
@@ -76,13 +75,6 @@ class RandomInputs:
             weight, self.normal(shape.value_heads), self.normal(shape.value_heads)
         )
 
-    def output_gate(self, tokens: int) -> OutputGate:
-        """Returns a gate for this number of tokens, a view as in the models."""
-        hk, _, hv, dv, _ = self.shape
-        wide = self.normal(tokens, 2 * hv * dv).astype(self.dtype)
-        z = column_view(wide, (tokens,), dv, 2 * hv // hk * dv, (hk, hv // hk, dv))
-        return OutputGate(z, self.normal(dv).astype(self.dtype), 1e-6)
-
     def history(self, rows: int, previous: int) -> mx.array:
         length = self.shape.conv_size - 1 + previous
         return self.normal(rows, length, self.shape.channels).astype(self.dtype)
@@ -126,32 +118,6 @@ def gated_delta_error(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx
         return [y, folded, to_array(after.delta), advanced]
 
     return largest_difference(program, run_kernel, portable.run_window)
-
-
-def gated_delta_step_error(
-    run_kernel: Callable[..., Any],
-    reference: Callable[..., Any],
-    shape: GDNShape,
-    dtype: mx.Dtype,
-) -> float:
-    """Returns 0 if windows in a row have the same bits by both functions, else raises ValueError.
-
-    Two rows keep parts of the windows; those of the last windows are known in advance.
-    """
-    inputs = RandomInputs(0, shape, dtype)
-    convolution = inputs.convolution()
-    nows: list[Any] = [(inputs.state(2), inputs.history(2, 0), None, None)] * 2
-    parts = (2, [1, 2], False), (3, [3, 0], False), (6, [2, 6], False), (1, [1, 1], True)
-    for length, counts, known in (*parts, (5, [5, 4], True)):
-        given = inputs.projected(2, length), convolution, inputs.output_gate(2 * length)
-        kept, found = mx.array(counts), list[list[mx.array]]()
-        for number, run in enumerate((run_kernel, reference)):
-            y, state, pending, history = run(*given, *nows[number], kept if known else None)
-            nows[number] = state, history, pending, kept
-            found.append([y, state, history, *to_arrays(pending or ())])
-        if not all(mx.array_equal(a, b) for a, b in zip(*found, strict=True)):
-            raise ValueError("its bits are not those of the kernels that it consists of")
-    return 0.0
 
 
 def gated_delta_prompt_error(

@@ -19,7 +19,7 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.distributed import all_reduce
 from mlx_mtp.kernels import norms
-from mlx_mtp.kernels.gdn_types import GDNProjections, OutputGate, ShortConvWeights
+from mlx_mtp.kernels.gdn_types import GDNProjections, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.kernels.view import Operand, View, column_view, to_array
 from mlx_mtp.models.compiled import Methods, compiled
@@ -160,7 +160,7 @@ class WindowedGatedDeltaNet(nn.Module):
 
     def mix(
         self, x: mx.array, orders: Sequence[Rectangle], caches: Sequence[GatedDeltaCache]
-    ) -> tuple[mx.array]:
+    ) -> mx.array:
         """Run the recurrences of all caches; returns the normed and gated outputs [N, Hv * Dv]."""
         convolution = ShortConvWeights(self.conv1d.weight, self.A_log, self.dt_bias)
         projected = project(x, *(getattr(self, name) for name in self.projections))
@@ -168,10 +168,10 @@ class WindowedGatedDeltaNet(nn.Module):
         outputs = []
         for own, order, cache in zip(parts, orders, caches, strict=True):
             arranged, z = self.unpack_projections(own, order)
-            gate = OutputGate(z, self.norm.weight, self.norm.eps)
+            gate = norms.OutputGate(z, self.norm.weight, self.norm.eps)
             outputs.append([order.unpadded(cache.run_gated(arranged, convolution, gate))])
         (gated,) = _joined(outputs)
-        return (gated,)
+        return gated
 
     def after(self, gated: mx.array) -> mx.array:
         """Returns the output projection, [N, H]."""
@@ -219,8 +219,8 @@ class SplitLayer(nn.Module):
     ) -> tuple[mx.array, mx.array, tuple[CacheArrays, ...]]:
         """`forward` of a layer with a recurrence; also returns the new arrays of its caches."""
         caches = [GatedDeltaCache.of(each) for each in held]
-        mixed = self.linear_attn.mix(normed, order, caches)
-        x, normed = self.after(x, next_norm, *mixed)
+        gated = self.linear_attn.mix(normed, order, caches)
+        x, normed = self.after(x, next_norm, gated)
         return x, normed, tuple(cache.held for cache in caches)
 
     def before(self, normed: mx.array, positions: mx.array) -> tuple[mx.array, ...]:

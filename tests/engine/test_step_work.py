@@ -14,8 +14,8 @@ from tests.support.quick import full
 
 # Operations and launches without drafts and with 3, with 4 layers, of which one has attention.
 _MOST = {
-    "Qwen3-Next-80B-A3B-Instruct": [(82, 61), (241, 164)],
-    "Qwen3.5-27B": [(74, 53), (227, 150)],
+    "Qwen3-Next-80B-A3B-Instruct": [(76, 55), (235, 158)],
+    "Qwen3.5-27B": [(68, 47), (221, 144)],
     "bundled": [(679, 363), (1584, 744)],
 }
 

@@ -135,7 +135,7 @@ def run_cache():
 
     def run(cache, length, kept):
         rows = len(kept)
-        gate = cases.output_gate(rows * length)
+        gate = gated_delta_step.random_gate(cases, rows * length)
         outputs.append(cache.run_gated(cases.projected(rows, length), weights, gate))
         cache.num_kept = mx.array(kept)
 
