@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlx_mtp.cache.layout import Buffer, Layout, Moves, Place, most_slots
 from mlx_mtp.cache.packing import Packing
@@ -176,14 +177,14 @@ def _window_call(
 ) -> Callable[..., Any] | None:
     """Returns `_write_and_attend` of a pass's windows, compiled; None if no kernel runs them."""
     kv_heads = entries.shape[2]
-    given = queries, arrays[0], kv_heads, packing.longest, scale
-    plan = attention.plan_windows(*given, packing.window_slots)
+    kind = queries, arrays[0], kv_heads, packing.longest, scale
+    plan = attention.plan_windows(*kind, packing.window_slots)
     if plan is None:
         return None
     lines, by_part = packing.kv_lines(kv_heads), packing.by_part
     order = None if isinstance(by_part, slice) else by_part
-    shapes = (each.shape for each in (queries, *arrays, *lines))
-    call = _compiled(_write_and_attend, *shapes)
+    given = [leaf for _, leaf in tree_flatten([queries, arrays, lines, order, plan])]
+    call = _compiled(_write_and_attend, *(getattr(leaf, "shape", leaf) for leaf in given))
     return functools.partial(call, packing.positions, lines, order, plan)
 
 
@@ -203,5 +204,5 @@ def _write_and_attend(
 # With many buffers half of a step's launches are writes, and mlx launches compiled ones faster. The
 # shapes are in the key because a compiled function keeps an entry per shape as long as it lives.
 @functools.lru_cache(maxsize=1024)
-def _compiled(function: Callable[..., Any], *_shapes: Sequence[int]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], *_shapes: Any) -> Callable[..., Any]:
     return mx.compile(lambda *inputs: function(*inputs))

@@ -67,7 +67,9 @@ def plan_windows(
     scale: float,
     rows: tuple[tuple[int, ...], ...],
 ) -> Any:
-    """Returns the launches of `attend_windows` as a tree of arrays and numbers; None off CUDA.
+    """Returns the launches of `attend_windows` as a tree of arrays and numbers, or None.
+
+    None: this is not CUDA, or its kernel does not serve these windows.
 
     Layers that differ only in their arrays share it, and so one compiled function.
     """
