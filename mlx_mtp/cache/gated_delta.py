@@ -7,7 +7,7 @@ import copy
 import mlx.core as mx
 
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import cpu, gated_delta_step, norms
+from mlx_mtp.kernels import cpu, gated_delta_step
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, PendingWindow, ShortConvWeights
 from mlx_mtp.kernels.portable import conv_tail
 from mlx_mtp.kernels.recurrence import fold, run_window
@@ -69,15 +69,17 @@ class GatedDeltaCache:
         return outputs
 
     def run_gated(
-        self, projected: GDNProjections, convolution: ShortConvWeights, gate: norms.OutputGate
+        self,
+        projected: GDNProjections,
+        convolution: ShortConvWeights,
+        gate: gated_delta_step.OutputGate,
     ) -> mx.array:
         """`run_window`, with the outputs normed and gated, [B * T, Hv * Dv]."""
         if not gated_delta_step.fits(projected, convolution):
-            return norms.gated(self.run_window(projected, convolution), gate)
-        given = projected, convolution, gate, self.state, self.history, self.pending
-        outputs, self.state, self.pending, conv_input = gated_delta_step.run_kernel(
-            *given, self.num_kept, self.next_num_kept
-        )
+            return gate.apply(self.run_window(projected, convolution))
+        held = self.state, self.history, self.pending, self.num_kept, self.next_num_kept
+        inputs = gated_delta_step.StepInputs(projected, convolution, gate, *held)
+        outputs, self.state, self.pending, conv_input = gated_delta_step.run_kernel(inputs)
         self._keep(conv_input, projected.q.shape[1])
         return outputs
 

@@ -8,13 +8,13 @@ the bits of the results: `fits` decides by the number of rows, which must not ch
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_mtp.kernels import gated_delta, gpu, norms, portable, self_check, short_conv
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, PendingWindow, ShortConvWeights
-from mlx_mtp.kernels.view import View, arrays_and_constants, column_view, to_arrays
+from mlx_mtp.kernels.view import Operand, View, arrays_and_constants, column_view, dense, to_arrays
 
 _ROOM = 8  # positions that a threadgroup has memory for
 # With more threadgroups, three launches are as fast: of theirs, more run at the same time (H200).
@@ -78,6 +78,35 @@ _BODY = f"""
       {_NORM}
     }}
 """
+
+
+class OutputGate(NamedTuple):
+    """The gated norm of a layer's outputs: rms_norm(y) * weight * silu(z)."""
+
+    z: Operand  # [B * T, Hk, R, Dv]
+    weight: mx.array  # [Dv]
+    eps: float
+
+    def apply(self, y: mx.array) -> mx.array:
+        """Returns the outputs y [B, T, Hv, Dv] normed and gated, [B * T, Hv * Dv]."""
+        heads, dim = y.shape[-2:]
+        shape = norms.NormShape(dim, self.eps, heads, ratio=self.z.shape[2])
+        return norms.GATED_NORM(shape, self.z, y, self.weight)[0]
+
+
+class StepInputs(NamedTuple):
+    """The arguments of `short_conv.convolve` and `recurrence.run_window`, and the outputs' norm."""
+
+    projected: GDNProjections  # of T positions
+    convolution: ShortConvWeights
+    gate: OutputGate
+    state: mx.array
+    history: mx.array
+    previous: PendingWindow | None
+    num_kept: mx.array | None
+    lengths: mx.array | None
+
+
 _Results = tuple[mx.array, mx.array, PendingWindow | None, mx.array]
 _PROJECTED, _PREVIOUS = "qkvab", ("previous_k", "previous_delta", "previous_g")
 
@@ -94,31 +123,20 @@ def _kernel(advance: bool) -> gpu.Kernel:
     return gpu.Kernel("gated_delta_step", inputs, outputs, body, contiguous=True)
 
 
-def run_kernel(
-    projected: GDNProjections,  # of T positions
-    convolution: ShortConvWeights,
-    gate: norms.OutputGate,
-    state: mx.array,
-    history: mx.array,
-    previous: PendingWindow | None,
-    num_kept: mx.array | None,
-    lengths: mx.array | None,
-) -> _Results:
+def run_kernel(inputs: StepInputs) -> _Results:
     """Run a window from the projections to the outputs' norm.
 
-    The arguments from `state` on are those of `recurrence.run_window` and of `short_conv.convolve`.
     Returns the normed and gated outputs [B * T, Hv * Dv], the state, the window that the next call
     must fold, and the convolution's input.
     """
+    projected, convolution, gate, state, history, previous, num_kept, lengths = inputs
     shape, dtype = short_conv.shape_of(projected, convolution), projected.q.dtype
     batch, length = projected.q.shape[:2]
     none = gpu.zeros(batch)
     kept = none if num_kept is None else num_kept
     counts = kept, none if previous is None else kept, none if lengths is None else lengths
-    previous = previous or PendingWindow(history, state, state)
     arrays, constants = arrays_and_constants(_PROJECTED, map(short_conv.by_token, projected))
     z = View.of(gate.z)
-    folded, more = arrays_and_constants(_PREVIOUS, previous)
     advance, warps = lengths is not None, _warps(shape)
     key_heads, _, heads, value_dim, _ = shape
     tokens = batch, length
@@ -130,6 +148,11 @@ def run_kernel(
         ((*tokens, key_heads, shape.key_dim), dtype),
         ((*tokens, heads), mx.float32),
     ]
+    if previous is None:  # Arrays that are not read, with the constants of a window of this kernel.
+        unread = zip((state, history, state), results[3:])
+        delta, keys, decays = (View(a, size, dense(size)) for a, (size, _) in unread)
+        previous = PendingWindow(keys, delta, decays)
+    folded, more = arrays_and_constants(_PREVIOUS, previous)
     y, after, conv_input, *window = _kernel(advance)(
         [*arrays, z.array, *folded, *convolution, gate.weight, state, history, *counts],
         {"InT": dtype, "ValueT": dtype, "StrengthT": mx.float32, "ADVANCE": advance, "AHEAD": 1}
@@ -142,25 +165,16 @@ def run_kernel(
     )
     if advance:
         return y, after, None, conv_input
-    delta, keys, decays = window
-    return y, after, PendingWindow(keys, delta, decays), conv_input
+    return y, after, PendingWindow(window[1], window[0], window[2]), conv_input
 
 
-def run_kernels(
-    projected: GDNProjections,
-    convolution: ShortConvWeights,
-    gate: norms.OutputGate,
-    state: mx.array,
-    history: mx.array,
-    previous: PendingWindow | None,
-    num_kept: mx.array | None,
-    lengths: mx.array | None,
-) -> _Results:
+def run_kernels(inputs: StepInputs) -> _Results:
     """`run_kernel`, by the three kernels whose sources it has."""
+    projected, convolution, gate, state, history, previous, num_kept, lengths = inputs
     q, window, conv_input = short_conv.run_kernel(projected, convolution, history, num_kept)
     folded = previous, num_kept, lengths
     y, after, pending = gated_delta.run_kernel(q, window, state, *folded)
-    return norms.gated(y, gate), after, pending, conv_input
+    return gate.apply(y), after, pending, conv_input
 
 
 def fits(projected: GDNProjections, convolution: ShortConvWeights) -> bool:
@@ -180,18 +194,19 @@ def _applies(shape: GDNShape, dtype: mx.Dtype) -> bool:
     return shape.value_dim <= 128 and all(part.works(each, dtype) for part, each in parts)
 
 
-def random_gate(inputs: self_check.RandomInputs, tokens: int) -> norms.OutputGate:
+def random_gate(inputs: self_check.RandomInputs, tokens: int) -> OutputGate:
     """Returns a gate for a number of tokens, a view as in the models."""
     hk, _, hv, dv, _ = inputs.shape
     wide, weight = (inputs.normal(*s).astype(inputs.dtype) for s in ((tokens, 2 * hv * dv), (dv,)))
     z = column_view(wide, (tokens,), dv, 2 * hv // hk * dv, (hk, hv // hk, dv))
-    return norms.OutputGate(z, weight, 1e-6)
+    return OutputGate(z, weight, 1e-6)
 
 
 def _error(shape: GDNShape, dtype: mx.Dtype) -> float:
     """Returns 0 if windows in a row have the bits of `run_kernels`, else raises ValueError.
 
-    Two rows keep parts of the windows; those of the last windows are known in advance.
+    Two rows keep parts of the windows; those of the last windows are known in advance. Once each
+    of the two goes on from the other's results, as when the number of rows changes.
     """
     inputs = self_check.RandomInputs(0, shape, dtype)
     convolution = inputs.convolution()
@@ -202,18 +217,22 @@ def _error(shape: GDNShape, dtype: mx.Dtype) -> float:
         given = inputs.projected(2, length), convolution, random_gate(inputs, 2 * length)
         kept, found = mx.array(counts), list[list[mx.array]]()
         for number, run in enumerate(runs):
-            y, state, pending, history = run(*given, *held[number], kept if known else None)
+            state, history, pending, before = held[number]
+            own = *given, state, history, pending, before, kept if known else None
+            y, state, pending, history = run(StepInputs(*own))
             held[number] = state, history, pending, kept
             found.append([y, state, history, *to_arrays(pending or ())])
         if not all(mx.array_equal(a, b) for a, b in zip(*found, strict=True)):
             raise ValueError("its bits are not those of the kernels that it consists of")
+        if length == 3:
+            held.reverse()
     return 0.0
 
 
-def _arguments(shape: GDNShape, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
+def _arguments(shape: GDNShape, dtype: mx.Dtype, tokens: int) -> tuple[StepInputs]:
     inputs = self_check.RandomInputs(0, shape, dtype)
     given = inputs.projected(1, tokens), inputs.convolution(), random_gate(inputs, tokens)
-    return *given, inputs.state(1), inputs.history(1, 0), None, None, None
+    return (StepInputs(*given, inputs.state(1), inputs.history(1, 0), None, None, None),)
 
 
 GATED_DELTA_STEP = gpu.Operation(

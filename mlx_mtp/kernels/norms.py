@@ -378,21 +378,6 @@ ROTATE = FusedNorm(
 )
 
 
-class OutputGate(NamedTuple):
-    """The gated norm of a GatedDeltaNet layer's outputs: rms_norm(y) * weight * silu(z)."""
-
-    z: Operand  # [B * T, Hk, R, Dv]
-    weight: mx.array  # [Dv]
-    eps: float
-
-
-def gated(y: mx.array, gate: OutputGate) -> mx.array:
-    """Returns the outputs y [B, T, Hv, Dv] normed and gated, [B * T, Hv * Dv]."""
-    heads, dim = y.shape[-2:]
-    shape = NormShape(dim, gate.eps, heads, ratio=gate.z.shape[2])
-    return GATED_NORM(shape, gate.z, y, gate.weight)[0]
-
-
 def rotate(
     shape: NormShape,
     queries: Operand | None,

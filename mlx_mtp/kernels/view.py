@@ -26,7 +26,7 @@ class View(NamedTuple):
         """Returns the given view, or one of a whole array, which a kernel takes as contiguous."""
         if isinstance(source, View):
             return source
-        return cls(source, source.shape, _dense(source.shape))
+        return cls(source, source.shape, dense(source.shape))
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -48,8 +48,8 @@ def column_view(
 
     Item i of the first axis of `shape` begins at column `first + i * step`.
     """
-    inner = step, *_dense(shape[1:])
-    return View(x, (*rows, *shape), (*(x.shape[-1] * n for n in _dense(rows)), *inner), first)
+    inner = step, *dense(shape[1:])
+    return View(x, (*rows, *shape), (*(x.shape[-1] * n for n in dense(rows)), *inner), first)
 
 
 def to_array(source: Operand) -> mx.array:
@@ -77,6 +77,6 @@ def arrays_and_constants(
     return [view.array for view in views], constants
 
 
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+def dense(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the strides of a contiguous array."""
     return (*itertools.accumulate(shape[:0:-1], operator.mul, initial=1),)[::-1] if shape else ()

@@ -19,6 +19,7 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.distributed import all_reduce
 from mlx_mtp.kernels import norms
+from mlx_mtp.kernels.gated_delta_step import OutputGate
 from mlx_mtp.kernels.gdn_types import GDNProjections, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.kernels.view import Operand, View, column_view, to_array
@@ -168,7 +169,7 @@ class WindowedGatedDeltaNet(nn.Module):
         outputs = []
         for own, order, cache in zip(parts, orders, caches, strict=True):
             arranged, z = self.unpack_projections(own, order)
-            gate = norms.OutputGate(z, self.norm.weight, self.norm.eps)
+            gate = OutputGate(z, self.norm.weight, self.norm.eps)
             outputs.append([order.unpadded(cache.run_gated(arranged, convolution, gate))])
         (gated,) = _joined(outputs)
         return gated
@@ -227,7 +228,7 @@ class SplitLayer(nn.Module):
         """Run the part of an attention layer before its cache."""
         return self.self_attn.before(normed, positions)
 
-    def after(self, x: mx.array, next_norm: mx.array, *mixed: Operand) -> list[mx.array]:
+    def after(self, x: mx.array, next_norm: mx.array, *mixed: mx.array) -> list[mx.array]:
         """Run the part of the layer after its cache, the MLP included."""
         norm = self.post_attention_layernorm
         width = norms.NormShape(x.shape[-1], norm.eps)
