@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import mlx.core as mx
 
@@ -69,12 +70,10 @@ class GatedDeltaCache:
         return outputs
 
     def run_gated(
-        self,
-        projected: GDNProjections,
-        convolution: ShortConvWeights,
-        gate: gated_delta_step.OutputGate,
+        self, projected: GDNProjections, convolution: ShortConvWeights, *norm: Any
     ) -> mx.array:
-        """`run_window`, with the outputs normed and gated, [B * T, Hv * Dv]."""
+        """`run_window` with an `OutputGate` of the fields `norm`, [B * T, Hv * Dv]."""
+        gate = gated_delta_step.OutputGate(*norm)
         if not gated_delta_step.fits(projected, convolution):
             return gate.apply(self.run_window(projected, convolution))
         held = self.state, self.history, self.pending, self.num_kept, self.next_num_kept

@@ -19,7 +19,6 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.distributed import all_reduce
 from mlx_mtp.kernels import norms
-from mlx_mtp.kernels.gated_delta_step import OutputGate
 from mlx_mtp.kernels.gdn_types import GDNProjections, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.kernels.view import Operand, View, column_view, to_array
@@ -169,8 +168,8 @@ class WindowedGatedDeltaNet(nn.Module):
         outputs = []
         for own, order, cache in zip(parts, orders, caches, strict=True):
             arranged, z = self.unpack_projections(own, order)
-            gate = OutputGate(z, self.norm.weight, self.norm.eps)
-            outputs.append([order.unpadded(cache.run_gated(arranged, convolution, gate))])
+            gate = z, self.norm.weight, self.norm.eps
+            outputs.append([order.unpadded(cache.run_gated(arranged, convolution, *gate))])
         (gated,) = _joined(outputs)
         return gated
 

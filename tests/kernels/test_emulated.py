@@ -136,7 +136,7 @@ def run_cache():
     def run(cache, length, kept):
         rows = len(kept)
         gate = gated_delta_step.random_gate(cases, rows * length)
-        outputs.append(cache.run_gated(cases.projected(rows, length), weights, gate))
+        outputs.append(cache.run_gated(cases.projected(rows, length), weights, *gate))
         cache.num_kept = mx.array(kept)
 
     cache, other = (GatedDeltaCache(rows, SMALL, F32) for rows in (3, 1))
