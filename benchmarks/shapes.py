@@ -64,8 +64,6 @@ def build(config: dict[str, Any], rank: int = 0, size: int = 1) -> tuple[LoadedM
     quantize(head)
     for module in (model, head):
         _randomize(module)
-    if size == 1:  # With several ranks, the arrays may not fit before sharding.
-        plain.update(model.parameters())
     family.patch(model)
     if size > 1:
         shard(family.causal_lm(model), head, rank, size)
@@ -78,6 +76,9 @@ def build(config: dict[str, Any], rank: int = 0, size: int = 1) -> tuple[LoadedM
     stored = {**config, "quantization": {"group_size": GROUP_SIZE, "bits": _BITS}}
     loaded = LoadedModel(Path(), stored, {}, model, family, "random", size)
     choose_routes(model, loaded.dtype)
+    if size == 1:  # Each rank has only a shard.
+        names = {name for name, _ in tree_flatten(plain.parameters())}
+        plain.update(tree_unflatten([a for a in tree_flatten(model.parameters()) if a[0] in names]))
     return loaded, plain
 
 

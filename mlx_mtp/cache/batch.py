@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
-from mlx_mtp.cache.packing import Packing
+from mlx_mtp.cache.packing import KeptCounts, Packing
 from mlx_mtp.cache.specs import AttentionSpec, LayerSpec
 
 LayerCache = RaggedKVCache | GatedDeltaCache
@@ -23,11 +23,15 @@ class BatchCache:
     A forward pass is `reserve`, `begin_window`, the model, `commit`.
     """
 
+    window: Packing  # of the current pass
+
     def __init__(self, layers: Sequence[LayerCache], num_rows: int) -> None:
         self.layers: list[LayerCache] = list(layers)
         self.head: RaggedKVCache | None = None  # KV of the MTP head, in the same layout
         self.layout = Layout(num_rows)
         self.offset = mx.zeros(num_rows, dtype=mx.int32)
+        # int32 [B], positions of the last window that each row keeps; None: nothing is pending.
+        self.num_kept: mx.array | None = None
         # int32 [B], what is added to an index in a row's KV to get the RoPE position after the
         # row's images; None if no row has images.
         self.shift: mx.array | None = None
@@ -64,13 +68,9 @@ class BatchCache:
         `kept`, int32 [B], is the number of tokens that each row will keep; None if verification
         decides it. `ends` are the rows' lengths after the window, if the host knows them.
         """
-        packing = self.packing(self.offset, lengths)
-        packing.ends = ends
-        for cache in self.layers:
-            cache.packing = packing
-            if isinstance(cache, GatedDeltaCache):
-                cache.next_num_kept = kept
-        return packing
+        self.window = self.packing(self.offset, lengths)
+        self.window.ends, self.window.kept = ends, KeptCounts(self.num_kept, kept)
+        return self.window
 
     def packing(self, start: mx.array, lengths: Sequence[int]) -> Packing:
         """Returns a packing of `lengths[b]` tokens per row, from position `start[b]` on."""
@@ -79,14 +79,21 @@ class BatchCache:
     def commit(self, num_kept: mx.array) -> None:
         """Keep the first `num_kept[b]` positions of the last window; int32 [B]."""
         self.offset = self.offset + num_kept
+        dropped = self.window.kept.drops_history(self.window.longest)
+        self.num_kept = None if dropped else num_kept
+        del self.window  # Its masks are large.
+
+    def fold(self) -> None:
+        """Fold what is kept of the last window into the recurrent states."""
         for cache in self.layers:
-            del cache.packing  # Its masks are large.
-            if isinstance(cache, GatedDeltaCache) and cache.next_num_kept is None:
-                cache.num_kept = num_kept
+            if isinstance(cache, GatedDeltaCache):
+                cache.fold(self.num_kept)
+        self.num_kept = None
 
     def select(self, rows: list[int]) -> BatchCache:
         """Returns the caches of these rows; their KV is not copied until it is written."""
         where = mx.array(rows, dtype=mx.int32)
+        self.fold()
         selected = copy.copy(self)
         selected.layout, copies = self.layout.select(rows)
         selected.offset = self.offset[where]
@@ -99,6 +106,8 @@ class BatchCache:
         return selected
 
     def extend(self, other: BatchCache) -> None:
+        self.fold()  # Their windows may differ in length.
+        other.fold()
         if self.shift is not None or other.shift is not None:
             shifts = [
                 mx.zeros_like(c.offset) if c.shift is None else c.shift for c in (self, other)
@@ -113,8 +122,8 @@ class BatchCache:
                 mine.extend(theirs)  # type: ignore[arg-type]
 
     def arrays(self) -> list[Any]:
-        """Returns all arrays, in lists by layer: a flat list would take the host longer to make."""
-        rows = [self.offset] if self.shift is None else [self.offset, self.shift]
+        """Returns all arrays, in a tree: a flat list would take the host longer to make."""
+        rows = [self.offset, self.shift, self.num_kept]
         layers = [*self.layers, self.head] if self.head is not None else self.layers
         return [rows, [cache.arrays() for cache in layers]]
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from mlx_mtp.cache.layout import Buffer, Layout, Moves, Place, most_slots
 from mlx_mtp.cache.packing import Packing
@@ -21,8 +20,6 @@ class RaggedKVCache:
 
     A window overwrites the entries after a row's valid ones, so rejecting drafts costs nothing.
     """
-
-    packing: Packing  # of the target model's pass; the MTP head passes its own
 
     def __init__(self) -> None:
         # Keys, then values, as lines [2 * slots * heads * capacity, dim]; made at the first write.
@@ -90,7 +87,7 @@ class RaggedKVCache:
     ) -> mx.array:
         """`write`, then `attend`. A decode step's are one compiled call if a kernel runs them."""
         arrays = self._arrays(packing, entries)
-        kind = queries.shape, entries.shape, scale, *(array.shape for array in arrays)
+        kind = queries.shape, entries.shape, scale
         if kind not in packing.calls:  # The layers of a model are mostly of one kind.
             packing.calls[kind] = _window_call(packing, queries, entries, arrays, scale)
         call = packing.calls[kind]
@@ -98,7 +95,7 @@ class RaggedKVCache:
             self.write(packing, entries)
             return self.attend(packing, queries, scale, exact)
         attended, written = call(queries, entries, arrays)
-        self.buffers |= dict(zip(packing.buffers, written, strict=True))
+        self.buffers.update(zip(packing.buffers, written))
         return attended
 
     def put(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:
@@ -139,8 +136,11 @@ class RaggedKVCache:
 
     def _arrays(self, packing: Packing, entries: mx.array) -> list[mx.array]:
         """The arrays of a pass's buffers, for entries [N, 2, heads, dim]."""
-        _, _, heads, dim = entries.shape
-        return [self._array(buffer, heads, dim, entries.dtype) for buffer in packing.buffers]
+        try:
+            return [self.buffers[buffer] for buffer in packing.buffers]
+        except KeyError:
+            _, _, heads, dim = entries.shape
+            return [self._array(buffer, heads, dim, entries.dtype) for buffer in packing.buffers]
 
     def _array(self, buffer: Buffer, heads: int, dim: int, dtype: mx.Dtype) -> mx.array:
         if buffer not in self.buffers:
@@ -183,8 +183,12 @@ def _window_call(
         return None
     lines, by_part = packing.kv_lines(kv_heads), packing.by_part
     order = None if isinstance(by_part, slice) else by_part
-    given = [leaf for _, leaf in tree_flatten([queries, arrays, lines, order, plan])]
-    call = _compiled(_write_and_attend, *(getattr(leaf, "shape", leaf) for leaf in given))
+    launches, among = plan
+    shapes: list[Any] = [a.shape for a in (queries, *arrays, *lines)]
+    shapes += [None if index is None else index.shape for index in (order, among)]
+    for launch in launches:
+        shapes += [launch.tiles, *launch.buffers, launch.items.shape, launch.tokens.shape]
+    call = _compiled(_write_and_attend, *shapes)
     return functools.partial(call, packing.positions, lines, order, plan)
 
 

@@ -79,6 +79,20 @@ class ImageRows(NamedTuple):
     first: int
 
 
+_LONGEST_HISTORY = 16  # positions; after a longer window only its last kept inputs are kept
+
+
+class KeptCounts(NamedTuple):
+    """How many positions each row keeps of the last window and of this one, int32 [B]."""
+
+    before: mx.array | None = None  # None: nothing of the last window is pending
+    now: mx.array | None = None  # None: verification decides it
+
+    def drops_history(self, length: int) -> bool:
+        """Returns whether recurrent layers keep nothing of a window of `length` to be folded."""
+        return self.now is not None and length > _LONGEST_HISTORY
+
+
 class Packing:
     """`lengths[b]` tokens of each row b, from position `start[b]` on; `start` is int32 [B].
 
@@ -88,6 +102,7 @@ class Packing:
 
     images: ImageRows | None = None  # for a chunk of a prompt with images
     ends: Sequence[int] | None = None  # the rows' lengths after the pass, if the host knows them
+    kept = KeptCounts()
 
     def __init__(
         self,
@@ -131,7 +146,7 @@ class Packing:
         """The tokens by buffer."""
         return [Part(self, rows) for rows in self._placed.parts]
 
-    @property
+    @cached_property
     def buffers(self) -> list[Buffer]:
         """The buffer of each part."""
         return self._placed.buffers
@@ -163,6 +178,22 @@ class Packing:
         flat = [x.reshape(-1, *x.shape[2:]) for x in outputs]
         joined = flat[0] if len(flat) == 1 else mx.concatenate(flat)
         return joined[self._placed.from_parts]
+
+
+class Pass(NamedTuple):
+    """What all layers share in a forward pass over the tokens of one or more batches."""
+
+    positions: mx.array  # of RoPE, int32 [N] or [N, 3]
+    packings: Sequence[Packing]  # of each batch
+    orders: Sequence[Rectangle]  # the packings' rectangles
+    kept: Sequence[KeptCounts]
+
+    @classmethod
+    def of(cls, packings: Sequence[Packing]) -> "Pass":
+        positions = [packing.rope_positions for packing in packings]
+        joined = positions[0] if len(positions) == 1 else mx.concatenate(positions)
+        parts = zip(*((packing.rectangle, packing.kept) for packing in packings))
+        return cls(joined, packings, *parts)
 
 
 class _PlacedRows:

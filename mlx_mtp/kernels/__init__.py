@@ -7,7 +7,7 @@
   gated_delta_step        both of these and the outputs' gated norm              any GPU, few rows
   norms                   RMS norm with sum, gate or RoPE; attention's gate      any GPU
   topk                    top-k experts, their weights, pairs sorted by expert   any GPU
-  cuda.skinny_gemm        GEMMs of few rows with one input; gate, up, SwiGLU;    CUDA, decode steps
+  cuda.skinny_gemm        a GEMM of few rows; gate, up, SwiGLU;                  CUDA, decode steps
                           experts, by pairs sorted by expert
   metal.skinny_gemm       the same for up to sixteen rows; experts               Metal, decode steps
   metal.window_attention  attention of windows, with the same bits in every pass Metal, exact mode

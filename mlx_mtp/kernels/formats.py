@@ -3,6 +3,7 @@
 `DECODING` is the part of the skinny GEMM for CUDA that depends on the format.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -42,6 +43,13 @@ class Weight(NamedTuple):
     biases: mx.array
     form: Format
 
+    @classmethod
+    def of(cls, arrays: Mapping[str, mx.array], form: Format) -> "Weight":
+        """Returns the weight of arrays with the names that they have in mlx's layers."""
+        codes = arrays["weight"]
+        scales = arrays.get("scales", codes)
+        return cls(codes, scales, arrays.get("biases", scales), form)
+
     @property
     def inputs(self) -> int:
         bits = 8 * self.codes.itemsize
@@ -54,12 +62,10 @@ class Weight(NamedTuple):
 
 def weight_of(layer: nn.Module) -> Weight:
     """Returns the weight of a linear layer, an embedding or stacked experts."""
-    codes = layer["weight"]
-    scales = layer.get("scales", codes)
-    form = "plain", 8 * codes.itemsize, 64
+    form = "plain", 8 * layer["weight"].itemsize, 64
     if "scales" in layer:
         form = layer.mode, layer.bits, layer.group_size
-    return Weight(codes, scales, layer.get("biases", scales), Format(*form))
+    return Weight.of(layer, Format(*form))
 
 
 # A code OR-ed into the bits of BASE is the number BASE + code; ONES and BASES hold two numbers.

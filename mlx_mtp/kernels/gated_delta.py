@@ -192,7 +192,8 @@ def _kernel(advance: bool) -> gpu.Kernel:
     outputs, body = ["y", "state_out", "delta"], _BODY
     if advance:  # Code that never runs still names `delta`.
         outputs, body = outputs[:2], "    const auto delta = state_out;\n" + _BODY
-    return gpu.Kernel("gated_delta", inputs, outputs, body, contiguous=True)
+    columns = _WINDOWS[:5]
+    return gpu.Kernel("gated_delta", inputs, outputs, body, contiguous=True, columns=columns)
 
 
 def run_kernel(

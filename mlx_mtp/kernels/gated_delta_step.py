@@ -120,7 +120,8 @@ def _kernel(advance: bool) -> gpu.Kernel:
     if advance:  # Code that never runs still names these.
         unused = ("const auto delta = state_out, decays = state_out", "const auto keys = y")
         outputs, body = outputs[:3], "".join(f"    {each};\n" for each in unused) + _BODY
-    return gpu.Kernel("gated_delta_step", inputs, outputs, body, contiguous=True)
+    name, columns = "gated_delta_step", (*"qkva", "bb", "z")
+    return gpu.Kernel(name, inputs, outputs, body, contiguous=True, columns=columns)
 
 
 def run_kernel(inputs: StepInputs) -> _Results:

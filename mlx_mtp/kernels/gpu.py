@@ -121,9 +121,8 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def of_step() -> bool | None:
-    """Returns whether this pass is a decode step; None outside `decode_pass`."""
-    return _of_step.get()
+of_step: Callable[[], bool | None] = _of_step.get
+"""Returns whether this pass is a decode step; None outside `decode_pass`."""
 
 
 def few(rows: int) -> bool:
@@ -152,6 +151,16 @@ def zeros(*shape: int) -> mx.array:
     array = mx.zeros(shape, dtype=mx.int32)
     mx.eval(array)
     return array
+
+
+def _aliases(of: dict[str, str], body: str) -> str:
+    """Returns declarations of a body's names that are another input."""
+    lines = ""
+    for name, other in of.items():
+        for suffix in ("", "_shape", "_strides") if name != other else ():
+            if f"{name}{suffix}" in body:
+                lines += f"    const auto {name}{suffix} = {other}{suffix};\n"
+    return lines
 
 
 def _kernel_name(name: str, *source: str) -> str:
@@ -221,16 +230,24 @@ class Kernel:
     body: str
     headers: dict[Backend, str] = field(default_factory=dict)  # declarations beside the macros
     contiguous: bool = False  # mlx copies strided inputs; if False, the body uses their strides
+    # Inputs that are often columns of the same array: each input takes the host time in a step.
+    columns: Sequence[str] = ()
     shared: int | None = None  # bytes of CUDA's dynamic shared memory; inputs are contiguous
-    _built: dict[Backend, Any] = field(default_factory=dict)
+    _built: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
-    def build(self) -> Any:
-        """Returns mlx's kernel for the backend in use; the first call builds it."""
+    def build(self, same: tuple[int, ...] = ()) -> Any:
+        """Returns mlx's kernel for the backend in use; the first call builds it.
+
+        `same` has, for each input, the index of the first input that is the same array; () if none
+        is. An array is passed once, and the other names are declared as the first one.
+        """
         where = backend()
         assert where is not None
-        if where not in self._built:
+        if (where, same) not in self._built:
             make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
-            header, source = self.headers.get(where, ""), self.body
+            of = dict(zip(self.inputs, (self.inputs[i] for i in same), strict=bool(same)))
+            names = [name for name in self.inputs if of.get(name, name) == name]
+            header, source = self.headers.get(where, ""), _aliases(of, self.body) + self.body
             if self.shared is None:
                 header, source = _HEADERS[where] + header, _PROLOGUES[where] + source
                 options: dict[str, Any] = {"ensure_row_contiguous": self.contiguous}
@@ -243,15 +260,15 @@ class Kernel:
                 named = dict.fromkeys(re.findall(r"\w+_(?:shape|strides|ndim)\b", source))
                 header = _included(f"{name}_header", header)
                 source = f"// {' '.join(named)}\n{_included(name, source)}"
-            self._built[where] = make(
+            self._built[where, same] = make(
                 name=name,
-                input_names=self.inputs,
+                input_names=names,
                 output_names=self.outputs,
                 header=header,
                 source=source,
                 **options,
             )
-        return self._built[where]
+        return self._built[where, same]
 
     def __call__(
         self,
@@ -261,10 +278,17 @@ class Kernel:
         outputs: Sequence[Output],
         warps: int = _WARPS,  # of a threadgroup, along y
     ) -> list[mx.array]:
-        run = launcher(
-            self.build(), tuple(template.items()), grid, min(warps, grid[1]), tuple(outputs)
+        same = self._same(inputs) if self.columns else ()
+        given = [array for i, array in enumerate(inputs) if not same or same[i] == i]
+        constants, threads = tuple(template.items()), (grid, min(warps, grid[1]))
+        return launcher(self.build(same), constants, *threads, tuple(outputs))(*given)
+
+    def _same(self, inputs: Sequence[mx.array]) -> tuple[int, ...]:
+        first: dict[int, int] = {}
+        return tuple(
+            first.setdefault(id(array), i) if name in self.columns else i
+            for i, (name, array) in enumerate(zip(self.inputs, inputs, strict=True))
         )
-        return run(*inputs)
 
 
 @dataclass(eq=False)

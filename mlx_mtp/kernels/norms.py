@@ -206,7 +206,8 @@ class FusedNorm(gpu.Operation):
         self.inputs, self.portable, self.sizes = inputs, portable, sizes
         names = [*inputs, *(["rotation"] if "rotation" in body else [])]
         self._views = [name for name in inputs if f"{name.upper()}_AT" in body]
-        self.kernel = gpu.Kernel(name, names, outputs, body, contiguous=bool(self._views))
+        has = bool(self._views)
+        self.kernel = gpu.Kernel(name, names, outputs, body, contiguous=has, columns=self._views)
 
     def __call__(self, shape: NormShape, *inputs: Operand) -> list[mx.array]:
         if self.works(shape, inputs[1].dtype):  # A mixture's x can be a float32 sum.

@@ -134,6 +134,7 @@ KERNEL = gpu.Kernel(
         "gates[(first + t) * (2 * Hv) + Hv + own]",
     ),
     contiguous=True,
+    columns=(*"qkva", "bb"),
 )
 
 

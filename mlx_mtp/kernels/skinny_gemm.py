@@ -6,40 +6,44 @@ five rows, up to 12. `cuda.skinny_gemm` and `metal.skinny_gemm` share these argu
 beginning of their sources; `models.gemm` decides when a model is loaded which layers run them.
 """
 
-import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_mtp.kernels.formats import Weight
 
-_GATE_AND_UP = "    w_up = w1; s_up = s1; b_up = b1;\n"
-_PAIRS = "    const auto experts = pairs; const auto order = pairs + pairs_shape[1];\n"
-# The shared expert has its own weights; its number follows the last expert's.
-_SHARED = """
-    if (expert == w0_shape[0]) {
-      base = 0;
-      w_at = wI; s_at = sI; b_at = bI;
-      w_up = wL; s_up = sL; b_up = bL;
-    }
+# Part p of feature f has line `base + p * up + f` of the weights: in plain products ...
+_PLAIN = """
+    const int N = w_shape[0] / PARTS;
+    const int base = 0, up = N;
+"""
+# ... and for experts: first their part 0, then their part 1, then both parts of the shared one,
+# whose number follows the last expert's.
+_OF_EXPERTS = """
+    const int N = w_shape[1], E = w_shape[0] / PARTS - SHARED;
+    const auto experts = pairs, order = pairs + pairs_shape[1];
+"""
+EXPERT = """
+    const int base = (expert < E ? expert : PARTS * E) * N;
+    const int up = (expert < E ? E : 1) * N;
 """
 
 
 class SkinnyGemm(NamedTuple):
-    """Products of x [S, K] with transposed weights [N, K] of one format.
+    """A product of x [S, K] with transposed weights [N, K].
 
-    With one part each weight has a result [S, N]. With two parts the weights are gate and up of
-    one result, silu(gate) * up. With P (token, expert) pairs the weights are those of all experts
-    [E, N, K], one for each part, then those of the shared expert E, [N, K], if it takes part. The
-    result is then [P, N], and P / S consecutive pairs share a row of x.
+    With two parts the weights are [2 N, K], gate then up, and the result is silu(gate) * up. With
+    P (token, expert) pairs they are [parts * E, N, K], part 0 of all E experts first. A shared
+    expert's parts follow these; its number is E. The result is then [P, N], and P / S consecutive
+    pairs share a row of x.
     """
 
     x: mx.array
-    weights: Sequence[Weight]
+    weight: Weight
     parts: int = 1
     # Int32 [2 or more, P]: the pairs' experts, ascending, and the index of each of these pairs.
     pairs: mx.array | None = None
+    shared: bool = False
     # A row must have the same bits for all numbers of rows, not only within a band. On CUDA, and
     # for pairs, this is always so.
     one_order: bool = False
@@ -50,32 +54,31 @@ class SkinnyGemm(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows of each result: rows of x, or pairs."""
+        """Number of rows of the result: rows of x, or pairs."""
         return len(self.x) if self.pairs is None else self.pairs.shape[1]
 
     @property
-    def outputs(self) -> list[int]:
-        """Number of columns of each result."""
-        weights = self.weights[:1] if self.of_experts else self.weights[:: self.parts]
-        return [weight.codes.shape[-2] for weight in weights]
+    def outputs(self) -> int:
+        """Number of columns of the result."""
+        return self.weight.codes.shape[-2] // (1 if self.of_experts else self.parts)
 
     @property
     def input_arrays(self) -> list[mx.array]:
         """The input arrays of a kernel, in the order of `input_names`."""
-        arrays = itertools.chain(*(weight[:3] for weight in self.weights))
-        return [self.x, *arrays, *([] if self.pairs is None else [self.pairs])]
+        return [self.x, *self.weight[:3], *([] if self.pairs is None else [self.pairs])]
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The constants of `prologue`, and for experts PAIRS, which share a row of x."""
+        pairs = {"PAIRS": self.rows // len(self.x), "SHARED": self.shared}
+        return {"PARTS": self.parts, **(pairs if self.of_experts else {})}
 
 
-def input_names(count: int, of_experts: bool) -> list[str]:
-    """Returns the names of the inputs of a kernel for `count` weights."""
-    weights = (f"{name}{number}" for number in range(count) for name in "wsb")
-    return ["x", *weights, *(["pairs"] if of_experts else [])]
+def input_names(of_experts: bool) -> list[str]:
+    """Returns the names of a kernel's inputs."""
+    return ["x", "w", "s", "b", *(["pairs"] if of_experts else [])]
 
 
-def prologue(start: str, rows: str, count: int, parts: int, of_experts: bool) -> str:
-    """Returns the beginning of a source: it selects a block's weights, then its rows of x."""
-    source = start.replace("AXIS", "01"[of_experts]) + (_GATE_AND_UP if parts == 2 else "")
-    source += (_PAIRS if of_experts else "") + rows
-    if of_experts and count > parts:
-        source += _SHARED.replace("I", str(parts)).replace("L", str(count - 1))
-    return source
+def prologue(rows: str, of_experts: bool) -> str:
+    """Returns the beginning of a source: N, and the `rows` of x."""
+    return (_OF_EXPERTS if of_experts else _PLAIN) + rows

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.kernels import gpu, self_check
+from mlx_mtp.kernels.view import Operand, View, column_view, to_array
 
 _MOST_EXPERTS = 1024  # Lanes keep the logits of all experts in registers.
 _MOST_CHOSEN = 31  # Each lane has one expert, and another lane has the shared one.
@@ -30,7 +31,7 @@ _BODY = """
     for (int row = grid_x * warps + warp; row < rows; row += SORT ? warps : rows) {
       float value[N];
       for (int i = 0; i < N; ++i) {
-        value[i] = static_cast<float>(logits[row * E + 32 * i + lane]);
+        value[i] = static_cast<float>(logits[LOGITS_AT + row * LOGITS_BY0 + 32 * i + lane]);
       }
       float largest = 0.0f;
       float total = 0.0f;
@@ -75,7 +76,7 @@ _BODY = """
       }
       if (lane == K) {
         chosen = E;
-        mine = 1.0f / (1.0f + exp(-static_cast<float>(gate[row])));
+        mine = 1.0f / (1.0f + exp(-static_cast<float>(gate[GATE_AT + row * GATE_BY0])));
         total = 1.0f;
       }
       if (lane < ALL) {
@@ -128,19 +129,19 @@ class ExpertChoice(NamedTuple):
         return self.pairs[2].reshape(self.weights.shape)
 
 
-def run_kernel(logits: mx.array, gate: mx.array, router: Router) -> ExpertChoice:
+def run_kernel(logits: Operand, gate: Operand, router: Router) -> ExpertChoice:
     """Route a step's tokens by logits [N, E]; `gate` [N, 1] has the shared expert's."""
     return ExpertChoice(*_route(logits, gate, router, sort=True))
 
 
-def choose_experts(logits: mx.array, gate: mx.array, router: Router) -> tuple[mx.array, mx.array]:
+def choose_experts(logits: Operand, gate: Operand, router: Router) -> tuple[mx.array, mx.array]:
     """Returns only `ExpertChoice.experts` and `.weights`, of any number of tokens."""
     experts, weights = _route(logits, gate, router, sort=False)
     return experts, weights
 
 
-def _route(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> list[mx.array]:
-    rows, (experts, chosen, normalize) = gate.size, router
+def _route(logits: Operand, gate: Operand, router: Router, *, sort: bool) -> list[mx.array]:
+    rows, (experts, chosen, normalize) = gate.shape[0], router
     warps = min(rows, _MOST_WARPS)
     groups = 1 if sort else -(-rows // warps)
     # Rounded up, as mlx compiles a kernel for each number.
@@ -149,12 +150,15 @@ def _route(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> l
     constants |= {"PAIRS": min(most_pairs, _NEAR_PAIRS), "MOST_WARPS": _MOST_WARPS}
     shape = rows, chosen + 1
     outputs = [((3, rows * (chosen + 1)) if sort else shape, mx.int32), (shape, mx.float32)]
-    return KERNEL([logits, gate], constants, (groups, warps, 1), outputs, warps)
+    views = View.of(logits), View.of(gate)
+    for name, view in zip(("LOGITS", "GATE"), views):
+        constants |= view.constants(name)
+    return KERNEL([v.array for v in views], constants, (groups, warps, 1), outputs, warps)
 
 
-def portable(logits: mx.array, gate: mx.array, router: Router) -> ExpertChoice:
+def portable(logits: Operand, gate: Operand, router: Router) -> ExpertChoice:
     """As `run_kernel`, in mlx operations."""
-    logits = logits.astype(mx.float32)
+    logits, gate = to_array(logits).astype(mx.float32), to_array(gate)
     experts = mx.argsort(-logits, axis=-1)[:, : router.chosen].astype(mx.int32)
     chosen = mx.take_along_axis(logits, experts, axis=-1)
     among = chosen if router.normalize else logits
@@ -195,11 +199,16 @@ def _error(router: Router, dtype: mx.Dtype) -> float:
 
 def _arguments(router: Router, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
     shape = tokens, router.experts + 1
-    logits = mx.random.normal(shape, key=mx.random.key(0)).astype(dtype)
-    return logits[:, :-1], logits[:, -1:], router
+    both = mx.random.normal(shape, key=mx.random.key(0)).astype(dtype)
+    columns = ((0, router.experts), (router.experts, 1))
+    logits, gate = (column_view(both, (tokens,), at, 1, (width,)) for at, width in columns)
+    return logits, gate, router
 
 
-KERNEL = gpu.Kernel("router", ["logits", "gate"], ["pairs", "weights"], _BODY)
+_INPUTS = ["logits", "gate"]
+KERNEL = gpu.Kernel(
+    "router", _INPUTS, ["pairs", "weights"], _BODY, contiguous=True, columns=_INPUTS
+)
 ROUTER = gpu.Operation(
     "router kernel / mlx", "router", _error, _applies, run_kernel, portable, _arguments
 )

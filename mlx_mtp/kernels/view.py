@@ -42,14 +42,15 @@ Operand = mx.array | View
 
 
 def column_view(
-    x: mx.array, rows: tuple[int, ...], first: int, step: int, shape: tuple[int, ...]
+    x: Operand, rows: tuple[int, ...], first: int, step: int, shape: tuple[int, ...]
 ) -> View:
     """Returns columns of x [.., W] as [*rows, *shape].
 
     Item i of the first axis of `shape` begins at column `first + i * step`.
     """
-    inner = step, *dense(shape[1:])
-    return View(x, (*rows, *shape), (*(x.shape[-1] * n for n in dense(rows)), *inner), first)
+    array, _, strides, offset = View.of(x)
+    outer = (strides[-2] * n for n in dense(rows))
+    return View(array, (*rows, *shape), (*outer, step, *dense(shape[1:])), offset + first)
 
 
 def to_array(source: Operand) -> mx.array:

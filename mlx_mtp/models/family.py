@@ -13,6 +13,7 @@ from mlx_mtp.cache.specs import AttentionSpec, LayerSpec, hybrid_layers
 from mlx_mtp.errors import UnsupportedModelError
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.layers import RaggedAttention, Sections, SplitLayer, WindowedGatedDeltaNet
+from mlx_mtp.models.spans import Span, spans_of
 
 _SECTIONS = (11, 11, 10)  # M-RoPE frequencies of time, row and column in the published models
 
@@ -67,6 +68,10 @@ class Family:
         for layer in layers:
             if "self_attn" in layer:
                 layer.self_attn.sections = Sections(rows, columns)
+
+    def spans(self, model: nn.Module) -> list[Span]:
+        """Returns the spans of the layers of a patched model."""
+        return spans_of(self.causal_lm(model).model)
 
     def patch(self, model: nn.Module) -> None:
         """Change the classes of this instance's layers to this package's.

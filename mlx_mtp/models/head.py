@@ -33,6 +33,7 @@ class MTPHead(nn.Module):
         self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps=eps)
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.layers = [layer]
+        layer.self_attn.queries_apart = True
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
 
     def combine(

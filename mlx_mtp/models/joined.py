@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 from mlx_mtp.cache.kv import RaggedKVCache
-from mlx_mtp.cache.packing import Packing, Rectangle
+from mlx_mtp.cache.packing import Packing, Pass, Rectangle
 from mlx_mtp.distributed import world
 from mlx_mtp.kernels import cpu
 from mlx_mtp.kernels.activations import sigmoid_times, silu_times
@@ -51,10 +51,10 @@ class JoinedLayer:
         x: mx.array,
         normed: mx.array,
         next_norm: mx.array,
-        positions: mx.array,
+        where: Pass,
         caches: Sequence[Any],
     ) -> tuple[mx.array, mx.array]:
-        x = self.mixer.add(x, normed, positions, caches)
+        x = self.mixer.add(x, normed, where, caches)
         return self.after(x, next_norm)
 
     def after(self, x: mx.array, next_norm: mx.array) -> tuple[mx.array, mx.array]:
@@ -123,7 +123,7 @@ class _RecurrentMixer:
             mixer.head_v_dim,
             mixer.conv_kernel_size,
         )
-        weights = [mixer[name].weight.T for name in mixer.projections]
+        weights = [mixer[name].weight.T for name in mixer.stacked]
         inputs = len(weights[0])
         # `unpack_projections` only selects and reshapes outputs, so it also splits the transposed
         # weights: each input feature takes the place of a token.
@@ -136,17 +136,16 @@ class _RecurrentMixer:
         self._weights = cpu.TokenWeights.of(self._shape, self._convolution)
         self._norm, self._out = mixer.norm, _by_input(mixer.out_proj.weight)
 
-    def add(self, x: mx.array, normed: mx.array, _: mx.array, caches: Sequence[Any]) -> mx.array:
+    def add(self, x: mx.array, normed: mx.array, where: Pass, caches: Sequence[Any]) -> mx.array:
         qkv, z, *gates = self._project(normed)
         first, outputs = 0, []
-        for cache in caches:
-            order = cache.packing.rectangle
+        for cache, order, kept in zip(caches, where.orders, where.kept, strict=True):
             tokens = slice(first, first := first + order.num_tokens)
             own = (each if len(caches) == 1 else each[tokens] for each in (qkv, *gates))
             rectangles = [order.fill(each) for each in own]
-            y = cache.run_few(*rectangles, self._weights)
+            y = cache.run_few(*rectangles, self._weights, kept)
             if y is None:
-                y = cache.run_window(self._apart(*rectangles), self._convolution)
+                y = cache.run_window(self._apart(*rectangles), self._convolution, kept)
             outputs.append(order.flat(y))
         y = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         y = cpu.gated_norm(y, z.reshape(y.shape), self._norm.weight, self._norm.eps)
@@ -189,18 +188,18 @@ class _AttentionMixer:
         turn = rope.dims, rope.base, rope.scale
         return _Product(*weights), cpu.HeadNorms(norms, self._mixer.q_norm.eps, *turn)
 
-    def add(
-        self, x: mx.array, normed: mx.array, positions: mx.array, caches: Sequence[Any]
-    ) -> mx.array:
+    def add(self, x: mx.array, normed: mx.array, where: Pass, caches: Sequence[Any]) -> mx.array:
+        positions, packings = where.positions, where.packings
         if positions.ndim > 1 or len(caches) > 1:
-            attended, doubled = self._mixer.mix(self._mixer.before(normed, positions), caches)
+            inputs = self._mixer.before(normed, positions)
+            attended, doubled = self._mixer.mix(inputs, packings, caches)
             gate = to_array(self._mixer.halves(doubled)[1])
             return self.output(x, attended.flatten(1), gate.flatten(1))
         heads, v, gate = _heads(self._all, normed, positions)
         queries, keys = mx.split(heads, [self._num_heads], axis=1)
-        (cache,) = caches
-        cache.write(cache.packing, _stacked(keys, v))
-        return self.output(x, self.attend(queries, cache, cache.packing), gate)
+        (cache,), (packing,) = caches, packings
+        cache.write(packing, _stacked(keys, v))
+        return self.output(x, self.attend(queries, cache, packing), gate)
 
     def entries(self, normed: mx.array, positions: mx.array) -> mx.array:
         return _stacked(*_heads(self._entries, normed, positions))

@@ -1,8 +1,8 @@
 """The layers that mlx-lm's model is patched with; they run on this package's caches.
 
 The host takes longer to build a layer's graph than a GPU takes to run it in a step of few tokens,
-and a third of the GPU's time for a prompt's chunk. So on a GPU mlx compiles the parts of a layer
-before and after its cache, which depend on their arguments alone.
+and a third of the GPU's time for a prompt's chunk. So on a GPU mlx compiles the parts of layers
+before and after attention's cache, which depend on their arguments alone (see `spans`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
-from mlx_mtp.cache.gated_delta import CacheArrays, GatedDeltaCache
+from mlx_mtp.cache.gated_delta import CacheArrays, GatedDeltaCache, get_arrays
 from mlx_mtp.cache.kv import RaggedKVCache
-from mlx_mtp.cache.packing import Rectangle
+from mlx_mtp.cache.packing import KeptCounts, Packing, Pass, Rectangle
 from mlx_mtp.distributed import all_reduce
 from mlx_mtp.kernels import norms
 from mlx_mtp.kernels.gdn_types import GDNProjections, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.kernels.view import Operand, View, column_view, to_array
-from mlx_mtp.models.compiled import Methods, compiled
 from mlx_mtp.models.gemm.routes import project
 from mlx_mtp.models.joined import JoinedLayer, can_be_joined
 from mlx_mtp.models.moe import add_mlp
@@ -52,7 +51,13 @@ class RaggedAttention(Qwen3NextAttention):
     """Attention of the windows of all rows on a `RaggedKVCache`. `__call__` is still mlx-lm's."""
 
     sections: Sections  # set only if the model takes images
+    queries_apart = False  # True in the MTP head, which computes queries later than keys and values
     batch_invariant = False  # True in exact mode (see `gemm.exact.make_batch_invariant`)
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """Names of the layers that `gemm.stacks` stacks."""
+        return ("q_proj", "k_proj", "v_proj")[self.queries_apart :]
 
     def before(self, x: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
         """Returns queries [N, heads, D], `doubled` and the KV entries of tokens x [N, H].
@@ -60,19 +65,27 @@ class RaggedAttention(Qwen3NextAttention):
         `positions` is int32 [N], or [N, 3] with images: time, row and column. Each projection is
         one product over the tokens of all rows.
         """
-        doubled, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
+        products = project(x, self.q_proj, self.k_proj, self.v_proj)
+        doubled, keys, values = products.views(products.arrays)
         queries, entries = self._rotated(positions, self.halves(doubled)[0], keys, values)
-        return queries, doubled, entries
+        return queries, doubled.array, entries
 
     def mix(
-        self, inputs: tuple[mx.array, ...], caches: Sequence[RaggedKVCache]
+        self,
+        inputs: tuple[mx.array, ...],
+        packings: Sequence[Packing],
+        caches: Sequence[RaggedKVCache],
     ) -> tuple[mx.array, mx.array]:
         """Write the entries to the caches; returns the attention [N, heads, D] and `doubled`."""
         queries, doubled, entries = inputs
-        counts = [cache.packing.num_tokens for cache in caches]
+        exact = self.batch_invariant
+        if len(caches) == 1:  # The host has no time to spare in the usual pass.
+            given = packings[0], entries, queries, self.scale, exact
+            return caches[0].write_and_attend(*given), doubled
+        own = _split([queries, entries], [packing.num_tokens for packing in packings])
         outputs = []
-        for cache, (cache_queries, new) in zip(caches, _split([queries, entries], counts)):
-            given = cache.packing, new, cache_queries, self.scale, self.batch_invariant
+        for cache, packing, (mine, new) in zip(caches, packings, own, strict=True):
+            given = packing, new, mine, self.scale, exact
             outputs.append([cache.write_and_attend(*given)])
         (attended,) = _joined(outputs)
         return attended, doubled
@@ -85,7 +98,8 @@ class RaggedAttention(Qwen3NextAttention):
 
     def entries(self, x: mx.array, positions: mx.array) -> mx.array:
         """Returns the keys and values to cache of tokens x [N, H], [N, 2, KV heads, D]."""
-        entries: mx.array = self._rotated(positions, None, *project(x, self.k_proj, self.v_proj))[1]
+        products = project(x, self.k_proj, self.v_proj)
+        entries: mx.array = self._rotated(positions, None, *products.views(products.arrays))[1]
         return entries
 
     def queries(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
@@ -93,15 +107,18 @@ class RaggedAttention(Qwen3NextAttention):
         doubled = self.q_proj(x)
         return self._rotated(positions, self.halves(doubled)[0])[0], doubled
 
-    def halves(self, doubled: mx.array) -> tuple[View, View]:
-        """Returns queries and gate, each [N, heads, D], from `doubled`, the output of `q_proj`."""
+    def halves(self, doubled: Operand) -> tuple[View, View]:
+        """Returns queries and gate, each [N, heads, D].
+
+        They are the first columns of `doubled`, the output of `q_proj` or of its stack.
+        """
         rows, dim = doubled.shape[:1], self.head_dim
         shape = self.num_attention_heads, dim
         queries, gate = (column_view(doubled, rows, first, 2 * dim, shape) for first in (0, dim))
         return queries, gate
 
     def _rotated(
-        self, positions: mx.array, queries: Operand | None, *projected: mx.array
+        self, positions: mx.array, queries: Operand | None, *projected: Operand
     ) -> list[Any]:
         """Returns queries [N, heads, D] and KV entries; queries and keys are normed and rotated.
 
@@ -120,7 +137,7 @@ class RaggedAttention(Qwen3NextAttention):
             ]
         heads = self.num_attention_heads, self.num_key_value_heads
         dim = self.head_dim
-        entries = [column_view(x, (len(x),), 0, dim, (heads[1], dim)) for x in projected]
+        entries = [column_view(x, x.shape[:1], 0, dim, (heads[1], dim)) for x in projected]
         rope = self.rope
         if type(rope) is nn.RoPE and not rope.traditional:
             angles = rope.dims, rope.base, rope.scale
@@ -148,28 +165,34 @@ class RaggedAttention(Qwen3NextAttention):
 class WindowedGatedDeltaNet(nn.Module):
     """Mixin over an mlx-lm GatedDeltaNet class that runs windows on a `GatedDeltaCache`."""
 
-    projections: tuple[str, ...]  # names of the input projections
+    stacked: tuple[str, ...]  # names of the input projections
 
     def unpack_projections(
-        self, parts: Sequence[mx.array], order: Rectangle
+        self, parts: Sequence[Operand], order: Rectangle
     ) -> tuple[GDNProjections, View]:
         """Returns q, k, v, a and b, all [B, T, ..], and the gate of the layer's output,
-        z [B * T, Hk, R, Dv], from the projections' outputs `parts`, [N, ..].
+        z [B * T, Hk, R, Dv], from the projections' outputs `parts`, [B * T, ..].
         """
         raise NotImplementedError
 
     def mix(
-        self, x: mx.array, orders: Sequence[Rectangle], caches: Sequence[GatedDeltaCache]
+        self,
+        x: mx.array,
+        orders: Sequence[Rectangle],
+        kept: Sequence[KeptCounts],
+        caches: Sequence[GatedDeltaCache],
     ) -> mx.array:
         """Run the recurrences of all caches; returns the normed and gated outputs [N, Hv * Dv]."""
         convolution = ShortConvWeights(self.conv1d.weight, self.A_log, self.dt_bias)
-        projected = project(x, *(getattr(self, name) for name in self.projections))
-        parts = _split(projected, [order.num_tokens for order in orders])
+        products = project(x, *(self[name] for name in self.stacked))
+        parts = _split(products.arrays, [order.num_tokens for order in orders])
         outputs = []
-        for own, order, cache in zip(parts, orders, caches, strict=True):
-            arranged, z = self.unpack_projections(own, order)
+        for own, order, counts, cache in zip(parts, orders, kept, caches, strict=True):
+            columns = products.views([order.padded(each) for each in own])
+            arranged, z = self.unpack_projections(columns, order)
             gate = z, self.norm.weight, self.norm.eps
-            outputs.append([order.unpadded(cache.run_gated(arranged, convolution, *gate))])
+            gated = cache.run_gated(arranged, convolution, counts, *gate)
+            outputs.append([order.unpadded(gated)])
         (gated,) = _joined(outputs)
         return gated
 
@@ -191,41 +214,38 @@ class SplitLayer(nn.Module):
         x: mx.array,
         normed: mx.array,
         next_norm: mx.array,
-        positions: mx.array,
+        where: Pass,
         caches: Sequence[Any],
     ) -> Sequence[mx.array]:
-        """Returns the layer's output [N, H], and the output normed with the weight `next_norm`."""
-        on_cpu = backend() is None
-        if on_cpu and self._joined is not None:
-            return self._joined.forward(x, normed, next_norm, positions, caches)
-        own = self._uncompiled if on_cpu else self._compiled
+        """Returns the layer's output [N, H], and the output normed with the weight `next_norm`.
+
+        This is the reference of `spans`, and runs all layers on a CPU.
+        """
+        if backend() is None and self._joined is not None:
+            return self._joined.forward(x, normed, next_norm, where, caches)
         if self.is_linear:
-            order = [cache.packing.rectangle for cache in caches]
-            held = [cache.held for cache in caches]
-            x, normed, now = own["recur"](x, normed, next_norm, order, held)
+            held = [*map(get_arrays, caches)]
+            x, normed, now = self.recur(x, normed, next_norm, where.orders, where.kept, held)
             for cache, each in zip(caches, now, strict=True):
-                cache.held = each
+                cache.hold(each)
             return x, normed
-        mixed = self.self_attn.mix(own["before"](normed, positions), caches)
-        return own["after"](x, next_norm, *mixed)
+        inputs = self.self_attn.before(normed, where.positions)
+        return self.after(x, next_norm, *self.self_attn.mix(inputs, where.packings, caches))
 
     def recur(
         self,
         x: mx.array,
         normed: mx.array,
         next_norm: mx.array,
-        order: Sequence[Rectangle],
+        orders: Sequence[Rectangle],
+        kept: Sequence[KeptCounts],
         held: Sequence[CacheArrays],
     ) -> tuple[mx.array, mx.array, tuple[CacheArrays, ...]]:
         """`forward` of a layer with a recurrence; also returns the new arrays of its caches."""
         caches = [GatedDeltaCache.of(each) for each in held]
-        gated = self.linear_attn.mix(normed, order, caches)
+        gated = self.linear_attn.mix(normed, orders, kept, caches)
         x, normed = self.after(x, next_norm, gated)
-        return x, normed, tuple(cache.held for cache in caches)
-
-    def before(self, normed: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
-        """Run the part of an attention layer before its cache."""
-        return self.self_attn.before(normed, positions)
+        return x, normed, tuple(map(get_arrays, caches))
 
     def after(self, x: mx.array, next_norm: mx.array, *mixed: mx.array) -> list[mx.array]:
         """Run the part of the layer after its cache, the MLP included."""
@@ -238,15 +258,6 @@ class SplitLayer(nn.Module):
     @cached_property
     def _joined(self) -> JoinedLayer | None:
         return JoinedLayer(self) if can_be_joined(self) else None
-
-    @cached_property
-    def _compiled(self) -> Methods:
-        return compiled(self, *self._uncompiled)
-
-    @property
-    def _uncompiled(self) -> Methods:
-        names = ["recur"] if self.is_linear else ["before", "after"]
-        return {name: getattr(self, name) for name in names}
 
 
 def _split(arrays: Sequence[mx.array], counts: Sequence[int]) -> Iterator[Sequence[mx.array]]:

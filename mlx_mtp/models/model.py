@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,22 +15,17 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_mtp.cache.batch import BatchCache
-from mlx_mtp.cache.packing import ImageRows
+from mlx_mtp.cache.packing import ImageRows, Pass
 from mlx_mtp.cache.specs import AttentionSpec, LayerSpec
 from mlx_mtp.distributed import all_gather
 from mlx_mtp.errors import ModelError, UsageError
-from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.attention import is_batch_invariant
-from mlx_mtp.kernels.gpu import LONGEST_WINDOW, decode_pass, launch_early, refused
+from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend, decode_pass, refused
 from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.gemm.measure import all_routable, choose_routes, kernel_takes_all_weights
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.progress import Bar
 from mlx_mtp.vision.tower import VisionTower
-
-# On a GPU a prompt's pass is launched in parts of this many layers: the GPU computes one part while
-# the host builds the graph of the next, and fewer intermediate arrays exist at the same time.
-_LAUNCHED_LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -143,6 +139,7 @@ class LoadedModel:
             for array in weights:
                 mx.eval(array)
                 bar.update(array.nbytes)
+        del weights, array  # `choose_routes` replaces arrays.
         mx.eval(*(module.state for module in modules))
         choose_routes(self.model, self.dtype)
 
@@ -153,7 +150,7 @@ class LoadedModel:
     def can_be_exact(self) -> bool:
         """True if exact mode is possible: a token's bits then depend on its own sequence alone."""
         attention = [spec for spec in self.layer_specs if isinstance(spec, AttentionSpec)]
-        alone = gpu.backend() is not None and self.num_ranks == 1 and self.dtype != mx.float32
+        alone = backend() is not None and self.num_ranks == 1 and self.dtype != mx.float32
         alone = alone and all_routable(self.model)
         return alone and all(is_batch_invariant(spec.head_dim) for spec in attention)
 
@@ -181,18 +178,24 @@ class LoadedModel:
         first. `tokens` are those of the first cache, then of the second, and so on.
         """
         trunk = self.causal_lm.model
-        packings = [cache.layers[0].packing for cache in caches]
+        packings = [cache.window for cache in caches]
         x = self.embed(tokens, packings[0].images)  # A chunk with images has a pass of its own.
         normed = trunk.layers[0].input_layernorm(x)
-        positions = [packing.rope_positions for packing in packings]
-        where = positions[0] if len(positions) == 1 else mx.concatenate(positions)
+        where = Pass.of(packings)
         by_layer = zip(*(cache.layers for cache in caches), strict=True)
         is_step = all(packing.longest <= LONGEST_WINDOW for packing in packings)
-        parts = zip(trunk.layers, by_layer, self._next_norms)
         with decode_pass(is_step):
-            for number, (layer, layer_caches, norm) in enumerate(parts, 1):
-                x, normed = layer.forward(x, normed, norm, where, layer_caches)
-                launch_early(x, normed, on_gpu=number % _LAUNCHED_LAYERS == 0 and not is_step)
+            if backend() is None:
+                for layer, mine, norm in zip(trunk.layers, by_layer, self._next_norms):
+                    x, normed = layer.forward(x, normed, norm, where, mine)
+                    mx.async_eval(x, normed)
+                return normed
+            mixed: Sequence[mx.array] = ()
+            for span in self.family.spans(self.model):
+                own = [*itertools.islice(by_layer, span.num_caches)]
+                x, normed, mixed = span.forward(x, normed, mixed, where, own)
+                if not is_step:
+                    mx.async_eval(x, normed, mixed)
         return normed
 
     @cached_property

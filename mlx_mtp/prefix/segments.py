@@ -91,8 +91,8 @@ def take_segment(batch: BatchCache, row: int, start: int, end: int, bits: int | 
 def take_snapshot(batch: BatchCache, row: int, end: int, hidden: mx.array) -> Segment:
     """Copy a row's states after `end` tokens; `hidden` is [B, 1, H]."""
     arrays = Arrays({_HIDDEN: mx.contiguous(hidden[row, 0])})
+    batch.fold()
     for name, cache in _caches(GatedDeltaCache, batch):
-        cache.fold()
         arrays[f"{name}.state"] = mx.contiguous(cache.state[row])
         arrays[f"{name}.history"] = mx.contiguous(cache.history[row])
     return Segment(end, end, arrays)

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
@@ -13,6 +12,7 @@ from mlx_mtp.cache.specs import CacheMemory
 from mlx_mtp.engine.memory import footprint
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
+from tests.support.cases import arrays_of
 from tests.support.tiny_models import FAMILIES
 
 
@@ -53,7 +53,7 @@ def window(model: LoadedModel, cache, lengths: list[int], known: list[int] | Non
     if cache.head is not None:
         packing = Packing(cache.layout, start, lengths)
         model.head.write(model.embed(tokens), hidden, cache.head, packing)
-    return nbytes(a for _, a in tree_flatten(cache.arrays()))
+    return nbytes(arrays_of(cache.arrays()))
 
 
 @pytest.mark.parametrize("longest", [40, 257, 900])

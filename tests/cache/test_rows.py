@@ -171,13 +171,19 @@ def close(ours, true) -> None:
     np.testing.assert_allclose(np.array(ours), np.array(true), rtol=1e-5, atol=2e-6)
 
 
+def states(count: int) -> BatchCache:
+    cache = BatchCache([GatedDeltaCache(count, SHAPE, mx.float32)], count)
+    cache.reserve([1] * count)
+    return cache
+
+
 class StateRows:
     """A cache of states, and a cache for each row, which is run alone, token by token."""
 
     def __init__(self, random, weights: ShortConvWeights, count: int) -> None:
         self.random, self.weights = random, weights
-        self.cache = GatedDeltaCache(count, SHAPE, mx.float32)
-        self.alone = [GatedDeltaCache(1, SHAPE, mx.float32) for _ in range(count)]
+        self.cache = states(count)
+        self.alone = [states(1) for _ in range(count)]
 
     def window(self, length: int, *, known: bool) -> None:
         """Run a window, of which each row keeps a random part, and the same tokens one by one."""
@@ -187,25 +193,30 @@ class StateRows:
             *(normal(self.random, count, length, *shape) for shape in shapes)
         )
         kept = mx.array(self.random.integers(0, length + 1, count).astype(np.int32))
-        self.cache.next_num_kept = kept if known else None
-        outputs = self.cache.run_window(projected, self.weights)
-        if not known:
-            self.cache.num_kept = kept
+        outputs = self.run(self.cache, projected, kept, known=known)
         for row, number in enumerate(kept.tolist()):
             for t in range(number):
                 one = GDNProjections(*(a[row : row + 1, t : t + 1] for a in projected))
-                self.alone[row].next_num_kept = mx.array([1])
-                expected = self.alone[row].run_window(one, self.weights)
+                expected = self.run(self.alone[row], one, mx.array([1]), known=True)
                 close(outputs[row, t], expected[0, 0])
+
+    def run(self, cache: BatchCache, projected: GDNProjections, kept, *, known: bool):
+        lengths = [projected.q.shape[1]] * len(kept)
+        window = cache.begin_window(lengths, kept if known else None)
+        outputs = cache.layers[0].run_window(projected, self.weights, window.kept)
+        cache.commit(kept)
+        return outputs
 
     def check(self) -> None:
         """Check that states and convolution inputs equal those of the rows alone."""
-        self.cache.fold()
-        assert self.cache.history.shape[:2] == (len(self.alone), SHAPE.conv_size - 1)
-        for row, single in enumerate(self.alone):
-            single.fold()
-            np.testing.assert_array_equal(self.cache.history[row], single.history[0])
-            close(self.cache.state[row], single.state[0])
+        for cache in (self.cache, *self.alone):
+            cache.fold()
+        (all_rows,) = self.cache.layers
+        assert all_rows.history.shape[:2] == (len(self.alone), SHAPE.conv_size - 1)
+        for row, cache in enumerate(self.alone):
+            (single,) = cache.layers
+            np.testing.assert_array_equal(all_rows.history[row], single.history[0])
+            close(all_rows.state[row], single.state[0])
 
 
 @settings(max_examples=30, deadline=None)
@@ -220,7 +231,7 @@ def test_a_batch_of_states_equals_rows_alone(seed, steps):
         if kind == "leave" and count > 1:
             gone = int(random.integers(0, count))
             keep = [i for i in range(count) if i != gone]
-            rows.cache = rows.cache.select(mx.array(keep))
+            rows.cache = rows.cache.select(keep)
             rows.alone = [rows.alone[i] for i in keep]
         elif kind == "join" and count < 5:
             other = StateRows(random, weights, 1)

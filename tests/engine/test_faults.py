@@ -55,7 +55,7 @@ Patch = Callable[[pytest.MonkeyPatch, Fuse], None]
 
 def windows(_: LoadedModel, tokens: mx.array, *caches: BatchCache) -> list[int]:
     """Returns each batch's longest window in a forward pass; 3 in a decode step."""
-    return [cache.layers[0].packing.longest for cache in caches]
+    return [cache.window.longest for cache in caches]
 
 
 def before(owner: object, name: str, only: Callable[..., bool] = lambda *_, **__: True) -> Patch:

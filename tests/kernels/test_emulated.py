@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.specs import GatedDeltaSpec, MLPSpec
 from mlx_mtp.kernels import (
@@ -21,6 +22,7 @@ from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, PendingWindow
 from mlx_mtp.kernels.self_check import RandomInputs
 from mlx_mtp.kernels.view import to_arrays
 from mlx_mtp.selftest.kernels import check_kernels
+from tests.support.cases import arrays_of
 
 SMALL = GDNShape(2, 32, 4, 32)
 TOLERANCE = 2e-5 if gpu.backend() is None else 1e-4
@@ -136,19 +138,23 @@ def run_cache():
     def run(cache, length, kept):
         rows = len(kept)
         gate = gated_delta_step.random_gate(cases, rows * length)
-        outputs.append(cache.run_gated(cases.projected(rows, length), weights, *gate))
-        cache.num_kept = mx.array(kept)
+        cache.reserve([length] * rows)
+        counts = cache.begin_window([length] * rows).kept
+        projected = cases.projected(rows, length)
+        outputs.append(cache.layers[0].run_gated(projected, weights, counts, *gate))
+        cache.commit(mx.array(kept))
 
-    cache, other = (GatedDeltaCache(rows, SMALL, F32) for rows in (3, 1))
+    cache, other = (BatchCache([GatedDeltaCache(n, SMALL, F32)], n) for n in (3, 1))
     run(cache, 5, [5, 0, 2])
     run(cache, 3, [1, 3, 0])
-    used = sum(array.nbytes for array in cache.arrays())
+    used = sum(a.nbytes for a in arrays_of([cache.layers[0].arrays(), cache.num_kept]))
     run(other, 2, [1])
-    cache = cache.select(mx.array([1, 0]))
+    cache = cache.select([1, 0])
     cache.extend(other)
     run(cache, 4, [3, 0, 4])
     cache.fold()
-    return [*outputs, cache.state, cache.history], used
+    (states,) = cache.layers
+    return [*outputs, states.state, states.history], used
 
 
 def test_inputs_may_be_slices(emulated):

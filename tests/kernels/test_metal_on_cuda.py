@@ -12,6 +12,7 @@ from mlx_mtp.kernels.formats import weight_of
 from mlx_mtp.kernels.metal import skinny_gemm, window_attention
 from mlx_mtp.kernels.row_check import ROWS, same_rows
 from mlx_mtp.kernels.skinny_gemm import SkinnyGemm
+from tests.kernels.gemms import stacked
 
 FORMS = [("affine", bits, group) for bits in (4, 5, 6, 8) for group in (32, 64, 128)]
 FORMS += [("affine", 2, 64), ("affine", 3, 64)]
@@ -35,8 +36,8 @@ def test_products_on_a_real_gpu(mode: str, bits: int, group: int) -> None:
     x = mx.random.normal((2 * ROWS[-1], 2048)).astype(mx.bfloat16)
 
     def run(rows: slice) -> list[mx.array]:
-        plain = skinny_gemm.run_kernel(SkinnyGemm(x[rows], [gate], one_order=True))
-        return plain + skinny_gemm.run_kernel(SkinnyGemm(x[rows], [gate, up], 2, one_order=True))
+        gemms = SkinnyGemm(x[rows], gate), SkinnyGemm(x[rows], stacked([gate, up]), 2)
+        return [skinny_gemm.run_kernel(each._replace(one_order=True)) for each in gemms]
 
     parts = [both[0].weight, both[0].scales, both[0].get("biases")]
     weight = mx.dequantize(*parts, group_size=group, bits=bits, mode=mode, dtype=mx.float32)

@@ -149,7 +149,7 @@ def test_our_products(emulated, form):
         x = mx.random.normal((64, weight.inputs), key=mx.random.key(turn)).astype(few.dtype)
 
         def run(x):
-            return skinny_gemm.run_kernel(SkinnyGemm(x, [weight], one_order=True))[0]  # noqa: B023
+            return skinny_gemm.run_kernel(SkinnyGemm(x, weight, one_order=True))  # noqa: B023
 
         near(run(x), exact(x, weight))
         assert compare(run, x, chance)

@@ -13,8 +13,10 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_mtp.kernels import gpu, skinny_gemm
 from mlx_mtp.kernels.cuda import skinny_gemm as cuda_gemm
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
+from mlx_mtp.kernels.view import to_array
 from mlx_mtp.models.gemm import measure
 from mlx_mtp.models.gemm.routes import BY_MLX, Routes, project, routes_of, set_routes, with_routes
+from mlx_mtp.models.gemm.stacks import stack_weights
 from tests.kernels import gemms
 from tests.kernels.conftest import forget_kernels
 from tests.support.quick import full
@@ -117,6 +119,7 @@ def test_experts(form, many, monkeypatch):
             block[name][part] = mx.stack([layer[part] for layer in each])
     x = mx.random.normal((11, 256), key=mx.random.key(2)).astype(BF16)
     indices = mx.array([[3, 1]] * 9 + [[1, 4], [0, 3]])
+    stack_weights(block)
     set_routes(block, Routes(kernel=range(1, 20)))
     found = block(x, indices)
     whole = [weight_of(block[name]) for name in ("gate_proj", "up_proj", "down_proj")]
@@ -146,9 +149,8 @@ def test_a_shared_expert_is_one_of_the_experts(shared, joins, monkeypatch, caplo
     assert block.joins_shared == joins
     assert "WARNING" not in caplog.text
 
-    monkeypatch.setattr(
-        skinny_gemm, "_SHARED", skinny_gemm._SHARED.replace("b_at = bI", "b_at = sI")
-    )
+    wrong = skinny_gemm.EXPERT.replace("expert < E ? expert : PARTS * E", "expert % E")
+    monkeypatch.setattr(cuda_gemm, "EXPERT", wrong)
     forget_kernels()
     if joins:
         assert not measure._joins(block, BF16)
@@ -157,6 +159,8 @@ def test_a_shared_expert_is_one_of_the_experts(shared, joins, monkeypatch, caplo
 
 def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
     class Model(nn.Module):
+        stacked = "first", "second"
+
         def __init__(self):
             super().__init__()
             self.ours = [
@@ -172,6 +176,7 @@ def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
                 linear(256, 32, AFFINE4, 4, F16),
                 linear(256, 32, PLAIN, 5, mx.float32),
             ]
+            self.first, self.second = linear(256, 32, AFFINE4, 6), linear(256, 1, AFFINE4, 7)
             self.mlp = Qwen3NextMLP(256, 256)
             for name in ("gate_proj", "up_proj", "down_proj"):
                 self.mlp[name] = linear(256, 256, AFFINE4, 5)
@@ -187,8 +192,10 @@ def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
         near(layer(ones[None])[0], exact(ones, weight))
         many = mx.ones((gpu.MOST_ROWS + 1, weight.inputs), dtype=BF16)
         assert mx.array_equal(layer(many), with_routes(layer, BY_MLX)(many))
-    mixed = project(ones, *model.ours[:2], *model.ours[3:])
-    assert all(mx.array_equal(a, layer(ones)) for a, layer in zip(mixed, model.ours[:2]))
+    together = project(ones, model.first, model.second)
+    assert len(together.arrays) == 1, "they are stacked"
+    for found, layer in zip(together.views(together.arrays), (model.first, model.second)):
+        assert mx.array_equal(to_array(found), layer(ones))
 
     monkeypatch.setattr(cuda_gemm, "_BODY", cuda_gemm._BODY.replace("-17 * BASE : -BASE", "0 : 0"))
     forget_kernels()

@@ -13,15 +13,22 @@ from mlx_mtp.kernels import cpu, gpu
 from mlx_mtp.models import compiled as shared
 from mlx_mtp.models import layers
 from mlx_mtp.models import model as model_module
+from mlx_mtp.models.gemm import exact
 from mlx_mtp.models.joined import JoinedLayer
 from mlx_mtp.models.loader import load_model
 from tests.support.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 
 
+def as_on(monkeypatch, backend):
+    """Run layers as on a GPU, with kernels for the CPU."""
+    for module in (layers, model_module):
+        monkeypatch.setattr(module, "backend", lambda: backend)
+
+
 def compiled_model(path, monkeypatch):
     """Returns a tiny model whose layers are compiled as on a GPU; none has been compiled yet."""
     write_checkpoint(path, Layout(FAMILIES[0], seed=7))
-    monkeypatch.setattr(layers, "backend", lambda: "cuda")
+    as_on(monkeypatch, "cuda")
     monkeypatch.setattr(shared, "_compiled", {})
     return load_model(path, enable_mtp=False)
 
@@ -31,7 +38,7 @@ def compiled_model(path, monkeypatch):
     "family", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.full) for each in FAMILIES[1:])]
 )
 def test_compiled_and_joined_layers_agree(tmp_path, monkeypatch, family):
-    write_checkpoint(tmp_path, Layout(family, seed=7))
+    write_checkpoint(tmp_path, Layout(family, seed=7, num_hidden_layers=6))
     model = load_model(tmp_path, enable_mtp=False)
     compiled = []
     compile_part = mx.compile
@@ -39,7 +46,7 @@ def test_compiled_and_joined_layers_agree(tmp_path, monkeypatch, family):
     monkeypatch.setattr(shared, "_compiled", {})
 
     def logits(backend, joined=False):
-        monkeypatch.setattr(layers, "backend", lambda: backend)
+        as_on(monkeypatch, backend)
         for layer in model.causal_lm.model.layers:
             layer.__dict__["_joined"] = JoinedLayer(layer) if joined else None
         cache, found = model.make_cache(2), []
@@ -68,15 +75,28 @@ def test_compiled_and_joined_layers_agree(tmp_path, monkeypatch, family):
     assert mx.allclose(logits(None, joined=True), plain, rtol=1e-4, atol=1e-4)
     compiled.clear()
     assert mx.allclose(logits("cuda"), plain, rtol=1e-4, atol=1e-5)
-    assert len(compiled) == 6, "layers of a kind share what they are compiled to, twice"
-    layer = model.causal_lm.model.layers[0]
-    layer.post_attention_layernorm.eps *= 2
+    spans = model.family.spans(model.model)
     kinds = len(shared._compiled)
-    shared.compiled(layer, "recur")
+    assert len(compiled) == 2 * kinds < 2 * len(spans), "spans of a kind share it, twice"
+    span = copy.copy(spans[0])
+    shared.compiled(span, "run")
+    assert len(shared._compiled) == kinds
+    span.layer0.post_attention_layernorm.eps *= 2
+    shared.compiled(span, "run")
     assert len(shared._compiled) == kinds + 1, "one that differs in a number does not"
-    layer.post_attention_layernorm.eps /= 2
+    span.layer0.post_attention_layernorm.eps /= 2
     monkeypatch.setattr(shared, "_MOST_TRACES", dict.fromkeys(shared._MOST_TRACES, 2))
-    assert mx.array_equal(logits("cuda"), logits("cuda")) and len(compiled) > 6, "traced anew"
+    monkeypatch.setattr(shared, "_compiled", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "backend", lambda: "cuda")
+        with exact.batch_invariant(model.model, model.dtype):
+            others = model.family.spans(model.model)
+    assert len({id(each) for each in (spans, others, model.family.spans(model.model))}) == 3, (
+        "routes have changed"
+    )
+    compiled.clear()
+    assert mx.array_equal(logits("cuda"), logits("cuda"))
+    assert len(compiled) > 2 * kinds, "traced anew"
     assert mx.allclose(logits("cuda"), plain, rtol=1e-4, atol=1e-5)
 
 
@@ -169,21 +189,20 @@ def test_a_product_in_blocks_is_the_product():
 
 
 @pytest.mark.parametrize("length", [1, gpu.LONGEST_WINDOW, 70])
-def test_a_pass_is_launched_in_parts_with_the_same_bits(tmp_path, monkeypatch, length):
-    write_checkpoint(tmp_path, Layout(FAMILIES[0], seed=7))
-    model = load_model(tmp_path, enable_mtp=False)
-    monkeypatch.setattr(model_module, "_LAUNCHED_LAYERS", 2)
-    early, found = [], []
-    for launch in (lambda *_, on_gpu: early.append(on_gpu), gpu.launch_early):
-        monkeypatch.setattr(model_module, "launch_early", launch)
+def test_a_pass_is_launched_in_parts(tmp_path, monkeypatch, length):
+    """On a CPU after each layer; on a GPU a prompt after each span, and a step as a whole."""
+    model = compiled_model(tmp_path, monkeypatch)
+    launched, launch = [], mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda *a: launched.append(len(a)) or launch(*a))
+    for backend in (None, "cuda"):
+        as_on(monkeypatch, backend)
+        launched.clear()
         cache = model.make_cache(1)
         cache.reserve([length])
         cache.begin_window([length], mx.array([length]))
-        found.append(model.hidden(mx.arange(length) % VOCAB, cache))
-    is_prompt = length > gpu.LONGEST_WINDOW
-    layers = range(1, len(model.causal_lm.model.layers) + 1)
-    assert early == [is_prompt and number % 2 == 0 for number in layers]
-    assert mx.array_equal(*found)
+        mx.eval(model.hidden(mx.arange(length) % VOCAB, cache))
+        on_gpu = len(model.family.spans(model.model)) if length > gpu.LONGEST_WINDOW else 0
+        assert len(launched) == (on_gpu if backend else len(model.causal_lm.model.layers))
 
 
 @pytest.mark.parametrize("backend", [None, "metal", "cuda"])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.config import EngineConfig
@@ -53,6 +54,11 @@ SPECS = (
     GrammarSpec("json_schema", json.dumps(LIST), free_until="</think>", free_tokens=7),
     GrammarSpec("free", free_until="</think>", free_tokens=5),
 )
+
+
+def arrays_of(tree) -> list[mx.array]:
+    """Returns the arrays of a tree of tuples and lists."""
+    return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]
 
 
 def make_requests(kind: str) -> list[Request]:

@@ -75,11 +75,12 @@ class Layout:
     sees: bool = False  # with a vision tower
     hidden_size: int | None = None
     intermediate_size: int | None = None
+    num_hidden_layers: int | None = None
 
 
 def text_config(layout: Layout) -> dict[str, Any]:
     config = dict(_SHARED, tie_word_embeddings=layout.tied, vocab_size=layout.vocab)
-    for name in ("hidden_size", "intermediate_size"):
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers"):
         config[name] = getattr(layout, name) or config[name]
     if layout.family == "qwen3_next":
         return {**config, **_MOE, "rope_theta": 10000.0, "partial_rotary_factor": 0.25}

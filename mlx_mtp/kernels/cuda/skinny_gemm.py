@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import mma
 from mlx_mtp.kernels.formats import BASES, DECODING, Weight
-from mlx_mtp.kernels.skinny_gemm import SkinnyGemm, input_names, prologue
+from mlx_mtp.kernels.skinny_gemm import EXPERT, SkinnyGemm, input_names, prologue
 
 _CHUNK = 256  # columns that a warp loads at once
 _FEATURES = 16  # of a block
@@ -35,21 +35,11 @@ __device__ __forceinline__ float swiglu(const float* gate_up) {
 # features g and g + 8, row g of x, and rows 2 t and 2 t + 1 of the results.
 _START = r"""
     const int lane = threadIdx.x, warp = threadIdx.y, g = lane >> 2, t = lane & 3;
-    int f0 = blockIdx.x * 16, N = w0_shape[AXIS];
-    auto w_at = w0, w_up = w0;
-    auto s_at = s0, s_up = s0, b_at = b0, b_up = b0;
-    auto y_at = y0;
-"""
-# The block belongs to one of several weights with the same input.
-_NEXT = """
-    if (f0 >= (N + 15) / 16 * 16) {
-      f0 -= (N + 15) / 16 * 16, N = wI_shape[0], w_at = wI, s_at = sI, b_at = bI, y_at = yI;
-    }
+    const int f0 = blockIdx.x * 16;
 """
 # The rows of x that this block reads, and the rows that it writes: in plain products ...
 _ROWS = r"""
     const int first = blockIdx.y * (8 * TILES), count = min(8 * TILES, x_shape[0] - first);
-    const size_t base = 0;
     #define SOURCE(r) (first + (r))
     #define TARGET(r) (first + (r))
 """
@@ -63,7 +53,7 @@ _PAIRS = r"""
     do {
     const int expert = experts[first];
     for (count = 1; first + count < last && experts[first + count] == expert; ++count) {}
-    size_t base = (size_t)expert * N;
+    EXPERT
     #define SOURCE(r) (order[first + (r)] / PAIRS)
     #define TARGET(r) order[first + (r)]
 """
@@ -81,7 +71,12 @@ _BODY = r"""
     SHARED(shared);
     unsigned char* const ring = shared + warp * (STAGES * PARTS * BYTES);
     // Behind the last feature that one is computed again, and not written.
-    auto feature = [=](int r) { return base + min(f0 + r, N - 1); };
+    auto feature = [=](int r) { return min(f0 + r, N - 1); };
+    // Other ways to write these addresses take up to a third more registers.
+    constexpr int LINE = CHUNKS * UNITS * 16, SIDE_LINE = CHUNKS * SIDE;
+    const char* const codes = reinterpret_cast<const char*>(w) + (size_t)base * LINE;
+    const char* const sides = reinterpret_cast<const char*>(lane < 16 ? s : b)
+                              + (size_t)base * SIDE_LINE;
     const uint4* rows[TILES];
     #pragma unroll
     for (int n = 0; n < TILES; ++n) {
@@ -93,19 +88,17 @@ _BODY = r"""
       if (chunk < CHUNKS) {
         #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
-          const char* w = reinterpret_cast<const char*>(p ? w_up : w_at);
-          const char* side = lane < 16 ? reinterpret_cast<const char*>(p ? s_up : s_at)
-                                       : reinterpret_cast<const char*>(p ? b_up : b_at);
+          const char* const from = codes + chunk * (UNITS * 16);
+          const char* const side = sides + chunk * SIDE;
           unsigned char* to = ring + (slot * PARTS + p) * BYTES;
           #pragma unroll
           for (int i = 0; i < BITS; ++i) {
             const int r = (i * 32 + lane) / UNITS, u = (i * 32 + lane) % UNITS;
-            copy16(to + r * ROW + u * 16,
-                   w + (feature(r) * CHUNKS + chunk) * (UNITS * 16) + u * 16);
+            copy16(to + r * ROW + u * 16, from + (size_t)(feature(r) + p * up) * LINE + u * 16);
           }
           if (lane < SIDES)
             copy<SIDE>(to + 16 * ROW + lane * SIDE,
-                       side + (feature(lane & 15) * CHUNKS + chunk) * SIDE);
+                       side + (size_t)(feature(lane & 15) + p * up) * SIDE_LINE);
         }
       }
       commit();
@@ -219,12 +212,12 @@ _BODY = r"""
       float done[PARTS] = {};
       #pragma unroll
       for (int p = 0; p < PARTS; ++p)
-        for (int s = 0; s < WARPS; ++s) done[p] += parts[s * EACH + (n * PARTS + p) * 128 + rest];
+        for (int i = 0; i < WARPS; ++i) done[p] += parts[i * EACH + (n * PARTS + p) * 128 + rest];
       if (BITS < 16 && !AFFINE)
         for (int p = 0; p < PARTS; ++p) done[p] *= BITS == 4 ? 0x1p63f : 0x1p60f;  // 2^UP
       const int r = 8 * n + 2 * (l & 3) + (j & 1), f = f0 + 8 * (j >> 1) + (l >> 2);
       if (r < count && f < N)
-        y_at[(size_t)TARGET(r) * N + f] = (T)(PARTS == 1 ? done[0] : swiglu(done));
+        y[(size_t)TARGET(r) * N + f] = (T)(PARTS == 1 ? done[0] : swiglu(done));
     }
 """
 
@@ -242,38 +235,36 @@ def bands(weight: Weight) -> dict[int, range]:
     return {4: range(1, _MOST_PLAIN_ROWS + 1 if is_plain else sys.maxsize)}
 
 
-def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
-    """Returns the GEMM's results; several products of one input take one launch."""
-    x, weights, parts = gemm.x, gemm.weights, gemm.parts
+def run_kernel(gemm: SkinnyGemm) -> mx.array:
+    """Returns the GEMM's result."""
+    x, weight, parts = gemm.x, gemm.weight, gemm.parts
     tiles = 1 if gemm.of_experts or len(x) <= _TILE else _MOST_TILES
     span = 1 if gemm.of_experts and gemm.rows <= _MANY_PAIRS else tiles * _TILE  # rows of a block
-    (_, bits, group), scale = weights[0].form, weights[0].scales.dtype
+    (_, bits, group), scale = weight.form, weight.scales.dtype
     inner, affine = x.shape[1], bits < 16 and scale == x.dtype
-    warps = _warps(inner // _CHUNK, bits, parts, max(gemm.outputs))
+    warps = _warps(inner // _CHUNK, bits, parts, gemm.outputs)
     template = {"T": x.dtype, "SCALE": scale, "K": inner, "BITS": bits, "GROUP": group}
-    template |= {"AFFINE": affine, "WARPS": warps}
-    template |= {"TILES": tiles, "PARTS": parts, "STAGES": _STAGES}
-    if gemm.of_experts:
-        template |= {"PAIRS": gemm.rows // len(x), "SPAN": span}
+    template |= {"AFFINE": affine, "WARPS": warps, **gemm.constants}
+    template |= {"TILES": tiles, "STAGES": _STAGES, **({"SPAN": span} if gemm.of_experts else {})}
     # Shared memory of a warp: codes, padding, scales and biases of the chunks that it loads; later
     # its sums.
     sides = 0 if bits == 16 else _CHUNK // group * (4 if affine else 1)
     feature = 16 * (2 * bits + max(1, bits // 4)) + sides
     shared = warps * max(_STAGES * parts * _FEATURES * feature, tiles * parts * 512)
-    blocks = sum(-(-features // _FEATURES) for features in gemm.outputs)
-    return _kernel(len(weights), parts, gemm.of_experts, x.dtype, shared)(
+    (y,) = _kernel(gemm.of_experts, x.dtype, shared)(
         gemm.input_arrays,
         template,
-        (blocks, warps * -(-gemm.rows // span), 1),
-        [((gemm.rows, features), x.dtype) for features in gemm.outputs],
+        (-(-gemm.outputs // _FEATURES), warps * -(-gemm.rows // span), 1),
+        [((gemm.rows, gemm.outputs), x.dtype)],
         warps,
     )
+    return y
 
 
 def _warps(chunks: int, bits: int, parts: int, features: int) -> int:
     """Returns how many warps split K. This sets the order of sums, so it can't depend on the rows.
 
-    It can't depend on a launch's other products either: only lm_head has `_MANY_FEATURES`.
+    It can't depend on a stack's other weights either: only lm_head has `_MANY_FEATURES`.
     """
     most = max(1, min(_MOST_WARPS, _MOST_WARPS * 4 // bits) // parts**2)
     if features >= _MANY_FEATURES:
@@ -283,15 +274,13 @@ def _warps(chunks: int, bits: int, parts: int, features: int) -> int:
 
 
 @functools.cache
-def _kernel(count: int, parts: int, of_experts: bool, dtype: mx.Dtype, shared: int) -> gpu.Kernel:
-    later = range(1, count if parts == 1 and not of_experts else 1)
-    rows = _PAIRS if of_experts else "".join(_NEXT.replace("I", str(i)) for i in later) + _ROWS
-    source = prologue(_START, rows, count, parts, of_experts)
+def _kernel(of_experts: bool, dtype: mx.Dtype, shared: int) -> gpu.Kernel:
+    rows = _PAIRS.replace("EXPERT", EXPERT) if of_experts else _ROWS
     return gpu.Kernel(
-        f"few_rows_{count}_{parts}_{int(of_experts)}",
-        input_names(count, of_experts),
-        [f"y{number}" for number in range(1 if of_experts else count // parts)],
-        source + _BODY + (_NEXT_PAIRS if of_experts else ""),
+        "few_rows_of_experts" if of_experts else "few_rows",
+        input_names(of_experts),
+        ["y"],
+        _START + prologue(rows, of_experts) + _BODY + (_NEXT_PAIRS if of_experts else ""),
         {"cuda": mma.header(dtype) + BASES[dtype] + DECODING + _HEADER},
         shared=shared,
     )

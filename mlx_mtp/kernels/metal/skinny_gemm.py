@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.formats import Weight
-from mlx_mtp.kernels.skinny_gemm import SkinnyGemm, input_names, prologue
+from mlx_mtp.kernels.skinny_gemm import EXPERT, SkinnyGemm, input_names, prologue
 
 WORTH = 1.0  # maximum time, relative to mlx's operation
 MOST_PAIRS = 0  # (token, expert) pairs of a prompt
@@ -68,20 +68,12 @@ __device__ inline void multiply_8x8(float* c, float a0, float a1, float b0, floa
 }
 """,
 }
-# Each body begins with the weights that it multiplies with ...
-_START = """
-    const int N = w0_shape[AXIS];
-    auto w_at = w0, w_up = w0;
-    auto s_at = s0, s_up = s0;
-    auto b_at = b0, b_up = b0;
-"""
-# ... and with the rows of x, up to ROWS, that it reads and the rows that it writes. In plain
-# products these are consecutive.
+# Each body begins with the rows of x, up to ROWS, that it reads and the rows that it writes. In
+# plain products these are consecutive.
 _PLAIN = """
     const int first = grid_x * ROWS;
     const int left = x_shape[0] - first;
     const int count = left < ROWS ? left : ROWS;
-    const size_t base = 0;
     #define SOURCE(r) (first + (r))
     #define TARGET(r) (first + (r))
 """
@@ -98,24 +90,24 @@ _PAIRS = """
            experts[first + count] == expert) {
       ++count;
     }
-    size_t base = static_cast<size_t>(expert) * N;
+    EXPERT
     #define SOURCE(r) (order[first + (r)] / PAIRS)
     #define TARGET(r) order[first + (r)]
 """
 # Decodes eight codes of a part's feature, from a column on; a weight is scale * code + bias.
 _RUN = """
-        const size_t line = base + (FEATURE < N ? FEATURE : N - 1);
+        const size_t line = base + p * up + (FEATURE < N ? FEATURE : N - 1);
         const size_t group = line * (K / GROUP) + (COLUMN) / GROUP;
-        const float bias = AFFINE ? static_cast<float>((p ? b_up : b_at)[group]) : 0.0f;
-        float scale = static_cast<float>((p ? s_up : s_at)[group]);
+        const float bias = AFFINE ? static_cast<float>(b[group]) : 0.0f;
+        float scale = static_cast<float>(s[group]);
         if (!AFFINE) {  // an e4m3 or a power of two, times the unit of the numbers below
-          const int code = static_cast<int>((p ? s_up : s_at)[group]);
+          const int code = static_cast<int>(s[group]);
           const int digits = code < 8 ? code : (8 + code % 8) << (code / 8 & 15) >> 1;
           scale = GROUP == 16 ? digits / 1024.0f : ldexp(1.0f, code - (BITS == 4 ? 128 : 136));
         }
         // Eight codes are BITS bytes, and so begin with a byte of a word.
         const int byte = (COLUMN) / 8 * BITS;
-        const auto words = (p ? w_up : w_at) + line * (K / 32 * BITS) + byte / 4;
+        const auto words = w + line * (K / 32 * BITS) + byte / 4;
         uint64_t run = words[0];
         if (byte % 4 * 8 + 8 * BITS > 32) {
           run |= static_cast<uint64_t>(words[1]) << 32;
@@ -247,8 +239,8 @@ _MATRICES = """
       float done[PARTS];
       for (int p = 0; p < PARTS; ++p) {
         done[p] = 0.0f;
-        for (int s = 0; s < WARPS; ++s) {
-          done[p] += parts[((s * PARTS + p) * EACH + i) * 32 + lane];
+        for (int each = 0; each < WARPS; ++each) {
+          done[p] += parts[((each * PARTS + p) * EACH + i) * 32 + lane];
         }
       }
       const int f = f0 + i / (2 * TILES) * 8 + 2 * pair + i % 2;
@@ -287,14 +279,12 @@ def bands(weight: Weight) -> dict[int, range]:
     return found
 
 
-def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
-    """Returns the GEMM's results; several products of one input take a launch each."""
-    if len(gemm.outputs) > 1:
-        return [run_kernel(gemm._replace(weights=[weight]))[0] for weight in gemm.weights]
-    x, weights, parts, (outputs,) = gemm.x, gemm.weights, gemm.parts, gemm.outputs
-    mode, bits, group = weights[0].form
+def run_kernel(gemm: SkinnyGemm) -> mx.array:
+    """Returns the GEMM's result."""
+    x, parts, outputs = gemm.x, gemm.parts, gemm.outputs
+    mode, bits, group = gemm.weight.form
     template: dict[str, Any] = {"T": x.dtype, "K": x.shape[1], "BITS": bits, "GROUP": group}
-    template |= {"AFFINE": mode == "affine", "PARTS": parts}
+    template |= {"AFFINE": mode == "affine", **gemm.constants}
     sums = gemm.of_experts or gemm.one_order or gemm.rows <= _ROWS
     if sums:
         of, most = (_PAIRS_OF, _LARGEST_OF_PAIRS) if gemm.of_experts else (_ROWS_OF, _LARGEST)
@@ -308,23 +298,23 @@ def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
         block = 8 * tiles
         template |= {"ACROSS": across, "TILES": tiles, "WARPS": warps}
         blocks = -(-outputs // (8 * across)) * warps
-    template |= {"ROWS": block, **({"PAIRS": gemm.rows // len(x)} if gemm.of_experts else {})}
-    return _kernel(sums, parts, len(weights), gemm.of_experts)(
+    (y,) = _kernel(sums, parts, gemm.of_experts)(
         gemm.input_arrays,
-        template,
+        template | {"ROWS": block},
         (gemm.rows if gemm.of_experts else -(-gemm.rows // block), blocks, 1),
         [((gemm.rows, outputs), x.dtype)],
         warps,
     )
+    return y
 
 
 @functools.cache
-def _kernel(sums: bool, parts: int, count: int, of_experts: bool) -> gpu.Kernel:
-    source = prologue(_START, _PAIRS if of_experts else _PLAIN, count, parts, of_experts)
+def _kernel(sums: bool, parts: int, of_experts: bool) -> gpu.Kernel:
+    source = prologue(_PAIRS.replace("EXPERT", EXPERT) if of_experts else _PLAIN, of_experts)
     source += (_LANES if sums else _MATRICES).replace("RESULT", _RESULTS[parts - 1])
     return gpu.Kernel(
-        f"few_rows_{'lanes' if sums else 'matrices'}_{parts}_{count - parts}_{int(of_experts)}",
-        input_names(count, of_experts),
+        f"few_rows_{'lanes' if sums else 'matrices'}_{parts}_{int(of_experts)}",
+        input_names(of_experts),
         ["y"],
         source,
         headers={} if sums else _MULTIPLY,

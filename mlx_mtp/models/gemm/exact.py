@@ -57,7 +57,7 @@ def make_batch_invariant(model: nn.Module, dtype: mx.Dtype) -> None:
         kind, routes = mlx_class(module), routes_of(module)
         if hasattr(module, "batch_invariant"):  # attention
             module.batch_invariant = True
-        vars(module).pop("_compiled", None)  # was traced with the old routes
+        _forget_traces(module)
         if kind not in ROUTED:
             continue
         if where == "metal":
@@ -80,10 +80,16 @@ def batch_invariant(model: nn.Module, dtype: mx.Dtype) -> Iterator[None]:
         yield
     finally:
         for module, routes in before:
-            for name in ("batch_invariant", "_compiled"):
-                vars(module).pop(name, None)
+            vars(module).pop("batch_invariant", None)
+            _forget_traces(module)
             if mlx_class(module) in ROUTED:
                 set_routes(module, routes)
+
+
+def _forget_traces(module: nn.Module) -> None:
+    """Drop the compiled passes of a trunk or a head, which were traced with other routes."""
+    for name in ("_spans", "_compiled"):
+        vars(module).pop(name, None)
 
 
 def one_order_faults(

@@ -36,6 +36,7 @@ from mlx_mtp.models.gemm.routes import (
     skinny_kernel,
     with_routes,
 )
+from mlx_mtp.models.gemm.stacks import PARTS, stack_weights, stacked_weight
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ _TIMED, _ROUNDS = 8, 5  # layers of a kind that are timed, and how often
 _COMPARED = 13, 64
 NOT_HERE = "it does not run here: {}"
 TOLERANCE = 0.02  # maximum error of bfloat16 results, relative to the largest result
+_DOWN = ("down_proj",)
 _EMBEDDINGS = nn.QuantizedEmbedding, nn.Embedding
 _STORING = nn.QuantizedLinear, nn.Linear, *_EMBEDDINGS, QuantizedSwitchLinear, SwitchLinear
 
@@ -66,7 +68,12 @@ _EXPANSION_ROUNDS, _CALLS = 3, 4  # how often expansion is timed, and calls in e
 
 
 def choose_routes(model: nn.Module, dtype: mx.Dtype) -> bool:
-    """Set the routes of all products of a model; returns whether any uses the kernel."""
+    """Set the routes of all products of a model; returns whether any uses the kernel.
+
+    On a GPU this also stacks weights (see `stacks`), as the kernel needs that of MLPs.
+    """
+    if gpu.backend() is not None:
+        stack_weights(model, lambda weight: bool(skinny_kernel().applies(weight, dtype)))
     for module in model.modules():
         if "switch_mlp" in module:
             module.switch_mlp.top_k = module.top_k  # Its kernel is compiled for this number.
@@ -117,7 +124,8 @@ def all_routable(model: nn.Module) -> bool:
 def kernel_bands(module: nn.Module, dtype: mx.Dtype) -> dict[int, range]:
     """Returns the bands of token counts that the kernel supports, by the count to time each with.
 
-    There are none if the kernel doesn't support one of the layer's weights.
+    There are none if the kernel doesn't support one of the layer's weights, or if an MLP's are not
+    stacked.
     """
     kind = mlx_class(module)
     if kind not in ROUTED or (kind is SwitchGLU and type(module.activation) is not SwiGLU):
@@ -125,11 +133,12 @@ def kernel_bands(module: nn.Module, dtype: mx.Dtype) -> dict[int, range]:
     parts = parts_of(module)
     if any(mlx_class(part) not in _STORING or "bias" in part for part in parts):
         return {}
+    if len(parts) > 1 and stacked_weight(*(module[name] for name in PARTS)) is None:
+        return {}
     weights = [weight_of(part) for part in parts]
     applies = all(skinny_kernel().applies(weight, dtype) for weight in weights)
-    is_one_format = len({weight.form for weight in weights[:2]}) == 1
     bands: dict[int, range] = skinny_kernel().bands(weights[0])
-    return bands if applies and is_one_format else {}
+    return bands if applies else {}
 
 
 def with_kernel(module: nn.Module, dtype: mx.Dtype) -> nn.Module:
@@ -234,8 +243,8 @@ def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
     routed, shared = block.switch_mlp, block.shared_expert
     if not (routes_of(routed).serves(2) and routes_of(shared).serves(2)):
         return False
-    both = ([weight_of(part) for part in parts_of(each)] for each in (routed, shared))
-    if any(a.form != b.form or a.codes.shape[1:] != b.codes.shape for a, b in zip(*both)):
+    together = [[each[name] for each in (routed, shared) for name in of] for of in (PARTS, _DOWN)]
+    if any(stacked_weight(*layers) is None for layers in together):
         return False
     rows, last = min(routes_of(routed).kernel.stop - 1, _COMPARED[-1]) // 2 * 2, block.num_experts
     (x,) = inputs_of(shared, rows, dtype)
@@ -243,11 +252,11 @@ def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
     pairs = mx.pad(chosen, [(0, 0), (0, 1)], constant_values=last).flatten()
     fault = "it gives other results"
     try:
-        together = experts_in_order(routed, x, shared, sorted_pairs(pairs))
+        joined = experts_in_order(routed, x, shared, sorted_pairs(pairs))
         # Two rows at a time: the shared expert's own routes may serve fewer rows.
         alone = mx.concatenate([shared(x[at : at + 2]) for at in range(0, rows, 2)])
         true = mx.concatenate([routed(x, chosen), alone[:, None]], axis=1)
-        if mx.array_equal(together.reshape(true.shape), true).item():
+        if mx.array_equal(joined.reshape(true.shape), true).item():
             return True
     except Exception as problem:
         fault = NOT_HERE.format(problem)

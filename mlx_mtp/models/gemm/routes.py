@@ -13,10 +13,11 @@ which obey them. Layers without routes keep mlx-lm's class.
 import copy
 import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,6 +32,8 @@ from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
 from mlx_mtp.kernels.skinny_gemm import SkinnyGemm
 from mlx_mtp.kernels.topk import sorted_pairs
+from mlx_mtp.kernels.view import View
+from mlx_mtp.models.gemm.stacks import PARTS, stacked_weight
 
 _BLOCK = 64  # rows
 
@@ -65,15 +68,32 @@ class Routes:
 BY_MLX = Routes()
 
 
-def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
-    """Returns several layers' products of x, in one launch if the kernel serves all of them."""
-    forms = {weight_of(layer).form if type(layer) in _SINGLE else None for layer in layers}
-    if len(forms) > 1 or None in forms or not all(served(x, layer) for layer in layers):
-        return [layer(x) for layer in layers]
-    weights, one_order = [weight_of(layer) for layer in layers], routes_of(layers[0]).one_order
-    gemm = SkinnyGemm(_flat_rows(x), weights, one_order=one_order)
-    products: list[mx.array] = skinny_kernel().run_kernel(gemm)
-    return products if x.ndim == 2 else [each.reshape(*x.shape[:-1], -1) for each in products]
+class Products(NamedTuple):
+    """The products of several layers, as columns of few arrays [N, ..]."""
+
+    arrays: list[mx.array]
+    columns: list[tuple[int, int, int]]  # of each layer: its array, and its first and last columns
+
+    def views(self, arrays: Sequence[mx.array]) -> list[View]:
+        """Returns each layer's product, in arrays of other rows than `self.arrays`."""
+        views = []
+        for number, first, end in self.columns:
+            array = arrays[number]
+            shape = len(array), end - first
+            views.append(View(array, shape, (array.shape[1], 1), first))
+        return views
+
+
+def project(x: mx.array, *layers: nn.Module) -> Products:
+    """Returns the products of x [N, H]; of one launch if the layers are stacked and served."""
+    weight = stacked_weight(*layers) if all(type(layer) in _SINGLE for layer in layers) else None
+    if weight is None or not all(served(x, layer) for layer in layers):
+        products = [layer(x) for layer in layers]
+        return Products(products, [(n, 0, y.shape[1]) for n, y in enumerate(products)])
+    gemm = SkinnyGemm(x, weight, one_order=routes_of(layers[0]).one_order)
+    ends = itertools.accumulate((len(layer.weight) for layer in layers), initial=0)
+    columns = [(0, *pair) for pair in itertools.pairwise(ends)]
+    return Products([skinny_kernel().run_kernel(gemm)], columns)
 
 
 def product(module: nn.Module, *inputs: mx.array) -> mx.array:
@@ -95,6 +115,12 @@ def is_decode_sized(x: mx.array) -> bool:
 def served(x: mx.array, layer: nn.Module) -> bool:
     """Returns whether x [.., H] is computed as a decode step's, by a layer's kernel."""
     return is_decode_sized(x) and routes_of(layer).serves(x.size // x.shape[-1])
+
+
+def all_served(module: nn.Module, rows: int) -> bool:
+    """Returns whether a step of `rows` tokens is computed by the kernel in all layers."""
+    layers = (layer for layer in module.modules() if mlx_class(layer) in ROUTED)
+    return all(routes_of(layer).serves(rows) for layer in layers)
 
 
 def routes_of(layer: nn.Module) -> Routes:
@@ -142,14 +168,16 @@ def experts_in_order(
     order.
     """
 
+    owners = [layer] if shared is None else [layer, shared]
+
     def product(x: mx.array, *names: str) -> mx.array:
-        owners = [layer] if shared is None else [layer, shared]
-        weights = [weight_of(owner[name]) for owner in owners for name in names]
-        gemm = SkinnyGemm(x, weights, len(names), pairs)
-        outputs: mx.array = skinny_kernel().run_kernel(gemm)[0]
+        weight = stacked_weight(*(owner[name] for owner in owners for name in names))
+        assert weight is not None, "the kernel serves only stacked experts"
+        gemm = SkinnyGemm(x, weight, len(names), pairs, shared is not None)
+        outputs: mx.array = skinny_kernel().run_kernel(gemm)
         return outputs
 
-    return product(product(_flat_rows(x), "gate_proj", "up_proj"), "down_proj")
+    return product(product(_flat_rows(x), *PARTS), "down_proj")
 
 
 def _flat_rows(x: mx.array) -> mx.array:
@@ -167,8 +195,8 @@ def _by_kernel(form: Format, one_order: bool) -> Callable[..., mx.array]:
 
     def run(x: mx.array, codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
         weight = Weight(codes, scales, biases, form)
-        gemm = SkinnyGemm(_flat_rows(x), [weight], one_order=one_order)
-        (y,) = skinny_kernel().run_kernel(gemm)
+        gemm = SkinnyGemm(_flat_rows(x), weight, one_order=one_order)
+        y: mx.array = skinny_kernel().run_kernel(gemm)
         return y if x.ndim == 2 else y.reshape(*x.shape[:-1], -1)
 
     return mx.compile(run)
@@ -176,9 +204,10 @@ def _by_kernel(form: Format, one_order: bool) -> Callable[..., mx.array]:
 
 def _mlp_by_kernel(self: nn.Module, x: mx.array) -> mx.array:
     """Gate, up and activation are one launch."""
-    weights = [weight_of(self.gate_proj), weight_of(self.up_proj)]
-    gemm = SkinnyGemm(_flat_rows(x), weights, 2, one_order=self.routes.one_order)
-    (inner,) = skinny_kernel().run_kernel(gemm)
+    weight = stacked_weight(*(self[name] for name in PARTS))
+    assert weight is not None, "the kernel serves only stacked MLPs"
+    gemm = SkinnyGemm(_flat_rows(x), weight, 2, one_order=self.routes.one_order)
+    inner: mx.array = skinny_kernel().run_kernel(gemm)
     down: mx.array = self.down_proj(inner if x.ndim == 2 else inner.reshape(*x.shape[:-1], -1))
     return down
 
