@@ -26,6 +26,7 @@ from mlx_mtp.models import layers
 from mlx_mtp.models.gemm import measure
 from mlx_mtp.models.gemm.exact import make_batch_invariant
 from mlx_mtp.models.gemm.routes import routes_of
+from mlx_mtp.models.gemm.stacks import stack_weights
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 from tests.kernels.emulator import EmulatedKernel
@@ -54,6 +55,10 @@ def tiny(name: str) -> LoadedModel:
     mx.random.seed(1)
     model, _ = build(config | {"text_config": inner})
     model.model.set_dtype(mx.bfloat16)
+    for module in model.model.modules():
+        for key in ("_weight", "_scales", "_biases"):
+            module.pop(key, None)
+    stack_weights(model.model)  # anew, as a stack's arrays are no parameters
     mx.eval(model.model.parameters())  # here, as an engine reads them on its own thread
     vars(model).pop("dtype", None)
     return model
