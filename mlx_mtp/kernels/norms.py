@@ -206,8 +206,8 @@ class FusedNorm(gpu.Operation):
         self.inputs, self.portable, self.sizes = inputs, portable, sizes
         names = [*inputs, *(["rotation"] if "rotation" in body else [])]
         self._views = [name for name in inputs if f"{name.upper()}_AT" in body]
-        has = bool(self._views)
-        self.kernel = gpu.Kernel(name, names, outputs, body, contiguous=has, columns=self._views)
+        own = self._views
+        self.kernel = gpu.Kernel(name, names, outputs, body, contiguous=bool(own), columns=own)
 
     def __call__(self, shape: NormShape, *inputs: Operand) -> list[mx.array]:
         if self.works(shape, inputs[1].dtype):  # A mixture's x can be a float32 sum.

@@ -23,7 +23,7 @@ _OF_EXPERTS = """
     const int N = w_shape[1], E = w_shape[0] / PARTS - SHARED;
     const auto experts = pairs, order = pairs + pairs_shape[1];
 """
-EXPERT = """
+_EXPERT = """
     const int base = (expert < E ? expert : PARTS * E) * N;
     const int up = (expert < E ? E : 1) * N;
 """
@@ -80,5 +80,7 @@ def input_names(of_experts: bool) -> list[str]:
 
 
 def prologue(rows: str, of_experts: bool) -> str:
-    """Returns the beginning of a source: N, and the `rows` of x."""
-    return (_OF_EXPERTS if of_experts else _PLAIN) + rows
+    """Returns the beginning of a source: N, and the `rows` of x, where EXPERT is the place for
+    the lines of the `expert`.
+    """
+    return (_OF_EXPERTS if of_experts else _PLAIN) + rows.replace("EXPERT", _EXPERT)

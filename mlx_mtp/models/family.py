@@ -69,9 +69,18 @@ class Family:
             if "self_attn" in layer:
                 layer.self_attn.sections = Sections(rows, columns)
 
+    def next_norms(self, model: nn.Module) -> list[nn.Module]:
+        """Returns the norm that follows each layer."""
+        trunk = self.causal_lm(model).model
+        return [*(layer.input_layernorm for layer in trunk.layers[1:]), trunk.norm]
+
     def spans(self, model: nn.Module) -> list[Span]:
-        """Returns the spans of the layers of a patched model."""
-        return spans_of(self.causal_lm(model).model)
+        """Returns the spans of a patched model's layers, kept until `gemm.exact` drops them."""
+        trunk = self.causal_lm(model).model
+        if "_spans" not in vars(trunk):
+            vars(trunk)["_spans"] = [*spans_of(trunk.layers, self.next_norms(model))]
+        spans: list[Span] = vars(trunk)["_spans"]
+        return spans
 
     def patch(self, model: nn.Module) -> None:
         """Change the classes of this instance's layers to this package's.

@@ -66,7 +66,7 @@ class RaggedAttention(Qwen3NextAttention):
         one product over the tokens of all rows.
         """
         products = project(x, self.q_proj, self.k_proj, self.v_proj)
-        doubled, keys, values = products.views(products.arrays)
+        doubled, keys, values = products.views()
         queries, entries = self._rotated(positions, self.halves(doubled)[0], keys, values)
         return queries, doubled.array, entries
 
@@ -99,7 +99,7 @@ class RaggedAttention(Qwen3NextAttention):
     def entries(self, x: mx.array, positions: mx.array) -> mx.array:
         """Returns the keys and values to cache of tokens x [N, H], [N, 2, KV heads, D]."""
         products = project(x, self.k_proj, self.v_proj)
-        entries: mx.array = self._rotated(positions, None, *products.views(products.arrays))[1]
+        entries: mx.array = self._rotated(positions, None, *products.views())[1]
         return entries
 
     def queries(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:

@@ -201,9 +201,7 @@ class LoadedModel:
     @cached_property
     def _next_norms(self) -> list[mx.array]:
         """The weight of the norm that follows each layer."""
-        trunk = self.causal_lm.model
-        norms = [*(layer.input_layernorm for layer in trunk.layers[1:]), trunk.norm]
-        return [norm.weight for norm in norms]
+        return [norm.weight for norm in self.family.next_norms(self.model)]
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
         """Returns logits [.., V] of post-norm states [.., H].

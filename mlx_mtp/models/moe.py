@@ -60,7 +60,7 @@ def _add_share(x: mx.array, share: mx.array, y: mx.array) -> mx.array:
 def _mixture(x: mx.array, mlp: nn.Module, kind: topk.Router) -> tuple[mx.array, mx.array]:
     """Returns each token's expert outputs [N * (K + 1), H], the shared one's last; and weights."""
     gates = project(x, mlp.gate, mlp.shared_expert_gate)
-    logits, gate = gates.views(gates.arrays)
+    logits, gate = gates.views()
     routes = topk.run_kernel(logits, gate, kind)
     if getattr(mlp, "joins_shared", False) and served(x, mlp.switch_mlp):
         outputs = experts_in_order(mlp.switch_mlp, x, mlp.shared_expert, routes.pairs)

@@ -91,19 +91,10 @@ class Span(nn.Module):
         return compiled(self, "run")
 
 
-def spans_of(trunk: nn.Module) -> list[Span]:
-    """Returns the spans of a model's layers; they are kept until `gemm.exact` changes routes."""
-    kept = vars(trunk)
-    if "_spans" not in kept:
-        kept["_spans"] = [*_spans(trunk.layers, trunk.norm)]
-    spans: list[Span] = kept["_spans"]
-    return spans
-
-
-def _spans(layers: Sequence[nn.Module], last_norm: nn.Module) -> Iterator[Span]:
+def spans_of(layers: Sequence[nn.Module], norms_after: Sequence[nn.Module]) -> Iterator[Span]:
+    """Yields the spans of a model's layers; `norms_after` are the norms that follow each layer."""
     attended, recurrent, norms = None, list[nn.Module](), list[nn.Module]()
-    following = [*(layer.input_layernorm for layer in layers[1:]), last_norm]
-    for layer, norm in zip(layers, following, strict=True):
+    for layer, norm in zip(layers, norms_after, strict=True):
         if layer.is_linear:
             recurrent.append(layer)
         else:

@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import SwitchGLU
 
+from mlx_mtp.kernels import skinny_gemm
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
 from mlx_mtp.kernels.skinny_gemm import SkinnyGemm
@@ -212,7 +213,8 @@ def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monke
 def test_wrong_experts_are_not_used(emulated, right, wrong, spoil, monkeypatch, caplog):
     """Faults are found for few and many tokens, and for a block that continues into an expert."""
     monkeypatch.setattr(measure, "_is_worth_it", lambda *_: True)
-    spoil(metal_gemm, "EXPERT" if "expert < E" in right else "_PAIRS", right, wrong)
+    owner, name = (metal_gemm, "_PAIRS") if right in metal_gemm._PAIRS else (skinny_gemm, "_EXPERT")
+    spoil(owner, name, right, wrong)
     block = SwitchGLU(128, 64, 9)
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import mma
 from mlx_mtp.kernels.formats import BASES, DECODING, Weight
-from mlx_mtp.kernels.skinny_gemm import EXPERT, SkinnyGemm, input_names, prologue
+from mlx_mtp.kernels.skinny_gemm import SkinnyGemm, input_names, prologue
 
 _CHUNK = 256  # columns that a warp loads at once
 _FEATURES = 16  # of a block
@@ -275,7 +275,7 @@ def _warps(chunks: int, bits: int, parts: int, features: int) -> int:
 
 @functools.cache
 def _kernel(of_experts: bool, dtype: mx.Dtype, shared: int) -> gpu.Kernel:
-    rows = _PAIRS.replace("EXPERT", EXPERT) if of_experts else _ROWS
+    rows = _PAIRS if of_experts else _ROWS
     return gpu.Kernel(
         "few_rows_of_experts" if of_experts else "few_rows",
         input_names(of_experts),

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.formats import Weight
-from mlx_mtp.kernels.skinny_gemm import EXPERT, SkinnyGemm, input_names, prologue
+from mlx_mtp.kernels.skinny_gemm import SkinnyGemm, input_names, prologue
 
 WORTH = 1.0  # maximum time, relative to mlx's operation
 MOST_PAIRS = 0  # (token, expert) pairs of a prompt
@@ -310,7 +310,7 @@ def run_kernel(gemm: SkinnyGemm) -> mx.array:
 
 @functools.cache
 def _kernel(sums: bool, parts: int, of_experts: bool) -> gpu.Kernel:
-    source = prologue(_PAIRS.replace("EXPERT", EXPERT) if of_experts else _PLAIN, of_experts)
+    source = prologue(_PAIRS if of_experts else _PLAIN, of_experts)
     source += (_LANES if sums else _MATRICES).replace("RESULT", _RESULTS[parts - 1])
     return gpu.Kernel(
         f"few_rows_{'lanes' if sums else 'matrices'}_{parts}_{int(of_experts)}",

@@ -74,11 +74,11 @@ class Products(NamedTuple):
     arrays: list[mx.array]
     columns: list[tuple[int, int, int]]  # of each layer: its array, and its first and last columns
 
-    def views(self, arrays: Sequence[mx.array]) -> list[View]:
-        """Returns each layer's product, in arrays of other rows than `self.arrays`."""
+    def views(self, arrays: Sequence[mx.array] | None = None) -> list[View]:
+        """Returns each layer's product; `arrays` take the place of `self.arrays`."""
         views = []
         for number, first, end in self.columns:
-            array = arrays[number]
+            array = (arrays or self.arrays)[number]
             shape = len(array), end - first
             views.append(View(array, shape, (array.shape[1], 1), first))
         return views
