@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.kernels import gated_delta, gated_delta_step, gpu, norms, short_conv, topk
+from mlx_mtp.kernels import gated_delta, gated_delta_step, gpu, norms, residual, short_conv, topk
 from mlx_mtp.kernels.cuda import decode_attention, flash_attention, gated_delta_chunks
 from mlx_mtp.kernels.gdn_types import GDNShape
 from mlx_mtp.kernels.metal import window_attention
@@ -21,11 +21,13 @@ OPERATIONS = (
     gated_delta_step.GATED_DELTA_STEP,
     gated_delta_chunks.GATED_DELTA_CHUNKS,
     topk.ROUTER,
-    norms.ADD_NORM,
+    residual.SUM_NORM,
+    residual.ADD_NORM,
     norms.GATED_NORM,
     norms.GATE,
     norms.ROTATE,
-    norms.MIX_NORM,
+    residual.ADD_MIX_NORM,
+    residual.MIX_NORM,
     decode_attention.WINDOW_ATTENTION,
     flash_attention.FLASH_ATTENTION,
     window_attention.BLOCK_ATTENTION,
@@ -80,7 +82,7 @@ def layer_cases(args: Any, dtype: mx.Dtype) -> list[KernelCase]:
     gated = width._replace(dim=args.linear_value_head_dim, heads=values, ratio=values // keys)
     rotation = norms.NormShape(args.head_dim, width.eps, *heads, rotated, args.rope_theta)
     shapes: list[tuple[gpu.Operation, Any]] = [
-        (norms.ADD_NORM, width),
+        (residual.SUM_NORM, width),
         (norms.GATED_NORM, gated),
         (norms.GATE, norms.NormShape(args.head_dim, width.eps, heads[0])),
         (norms.ROTATE, rotation),
@@ -88,9 +90,13 @@ def layer_cases(args: Any, dtype: mx.Dtype) -> list[KernelCase]:
     if getattr(args, "num_experts", 0):
         chosen = args.num_experts_per_tok
         router = topk.Router(args.num_experts, chosen, args.norm_topk_prob)
-        # A step's mixture includes the shared expert, a prompt's does not.
-        mixed = [(norms.MIX_NORM, width._replace(chosen=n)) for n in (chosen + 1, chosen)]
-        shapes = [(topk.ROUTER, router), *shapes, *mixed]
+        shapes += [
+            (topk.ROUTER, router),
+            (residual.ADD_MIX_NORM, width._replace(chosen=chosen + 1)),  # with the shared expert
+            (residual.MIX_NORM, width._replace(chosen=chosen)),
+        ]
+    else:
+        shapes.append((residual.ADD_NORM, width))
     return _cases(dtype, shapes)
 
 

@@ -44,12 +44,16 @@ _of_step: ContextVar[bool | None] = ContextVar("of_step", default=None)
 _HEADERS: dict[Backend, str] = {
     "metal": """
 #define SHUFFLE_XOR(value, other) simd_shuffle_xor(value, other)
+#define BITS_OF(value) as_type<int>(value)
+#define FLOAT_OF(bits) as_type<float>(bits)
 #define THREADGROUP(type, name, size) threadgroup type name[size]
 #define BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
 #define DEVICE_BARRIER threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup)
 """,
     "cuda": """
 #define SHUFFLE_XOR(value, other) __shfl_xor_sync(0xffffffffu, value, other)
+#define BITS_OF(value) __float_as_int(value)
+#define FLOAT_OF(bits) __int_as_float(bits)
 #define THREADGROUP(type, name, size) __shared__ type name[size]
 #define BARRIER __syncthreads()
 #define DEVICE_BARRIER __syncthreads()

@@ -23,57 +23,6 @@ _CHECKED_ROWS = 3, gpu.MOST_ROWS + 1  # of a step and of a prompt
 
 Sizes = list[tuple[int, ...]]
 
-# A threadgroup computes a row of the residual stream.
-_RESIDUAL = """
-    constexpr int EACH = (DIM + 32 * WARPS - 1) / (32 * WARPS);
-    THREADGROUP(float, parts, WARPS);
-    const int row = grid_x;
-    float value[EACH];
-    float squares = 0.0f;
-    #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      const int c = 32 * (i * WARPS + warp) + lane;
-      if (c < DIM) {
-        float sum = static_cast<float>(x[row * DIM + c]);
-        SUM
-        value[i] = static_cast<float>(static_cast<InT>(sum));
-        squares = fma(value[i], value[i], squares);
-      }
-    }
-    for (int other = 16; other > 0; other /= 2) {
-      squares += SHUFFLE_XOR(squares, other);
-    }
-    if (lane == 0) {
-      parts[warp] = squares;
-    }
-    BARRIER;
-    squares = 0.0f;
-    for (int i = 0; i < WARPS; ++i) {
-      squares += parts[i];
-    }
-    const float scale = 1.0f / sqrt(squares / DIM + 1.0f / INVERSE_EPS);
-    for (int i = 0; i < EACH; ++i) {
-      const int c = 32 * (i * WARPS + warp) + lane;
-      if (c < DIM) {
-        residual[row * DIM + c] = static_cast<InT>(value[i]);
-        normed[row * DIM + c] = static_cast<InT>(value[i] * scale * static_cast<float>(weight[c]));
-      }
-    }
-"""
-_ADD = _RESIDUAL.replace("SUM", "sum += static_cast<float>(added[row * DIM + c]);")
-_MIX = _RESIDUAL.replace(
-    "SUM",
-    """
-        float mixed = 0.0f;
-        #pragma unroll
-        for (int j = 0; j < CHOSEN; ++j) {
-          const size_t pair = row * CHOSEN + j;
-          const float share = weights[row * weights_strides[0] + j];
-          mixed = fma(share, static_cast<float>(experts[pair * DIM + c]), mixed);
-        }
-        sum += mixed;
-""",
-)
 # A warp computes a head of a row.
 _HEAD = """
     float value[DIM / 32];
@@ -240,6 +189,8 @@ class FusedNorm(gpu.Operation):
             array = mx.array(random.standard_normal(size, dtype=np.float32))
             if name == "positions":
                 array = mx.array(np.resize([0, 7, 3000], rows), dtype=mx.int32)
+            elif name == "pairs":
+                array = array.view(mx.int32)
             elif name != "weights":
                 array = array.astype(dtype)
             arguments.append(array)
@@ -265,28 +216,6 @@ class FusedNorm(gpu.Operation):
                     )
                 )
         return float(np.max(differences))
-
-
-def _add_norm(shape: NormShape, x: mx.array, added: mx.array, weight: mx.array) -> list[mx.array]:
-    residual = x + added
-    return [residual, mx.fast.rms_norm(residual, weight, shape.eps)]
-
-
-def add_up(experts: mx.array, weights: mx.array) -> mx.array:
-    """Returns the sums [N, D] of experts' outputs [N * K, D] by their weights, float32 [N, K]."""
-    by_token = experts.reshape(*weights.shape, -1)
-    return (by_token * weights.astype(experts.dtype)[..., None]).sum(axis=-2)
-
-
-def _mix_norm(
-    shape: NormShape,
-    x: mx.array,
-    experts: mx.array,  # [N * K, D]
-    weights: mx.array,  # float32 [N, K]
-    weight: mx.array,
-) -> list[mx.array]:
-    residual = (x + add_up(experts, weights)).astype(experts.dtype)
-    return [residual, mx.fast.rms_norm(residual, weight, shape.eps)]
 
 
 def _gated_norm(shape: NormShape, z: mx.array, x: mx.array, weight: mx.array) -> list[mx.array]:
@@ -324,29 +253,6 @@ def _rotation(base: float, scale: float) -> mx.array:
     return rotation
 
 
-def _stream_shape(shape: NormShape, rows: int) -> tuple[int, ...]:
-    return rows, shape.dim
-
-
-ADD_NORM = FusedNorm(
-    "add_norm",
-    ["x", "added", "weight"],
-    ["residual", "normed"],
-    _ADD,
-    _add_norm,
-    lambda s, n: ([_stream_shape(s, n)] * 2 + [(s.dim,)], [_stream_shape(s, n)] * 2),
-)
-MIX_NORM = FusedNorm(
-    "mix_norm",
-    ["x", "experts", "weights", "weight"],
-    ["residual", "normed"],
-    _MIX,
-    _mix_norm,
-    lambda s, n: (
-        [_stream_shape(s, n), (n * s.chosen, s.dim), (n, s.chosen), (s.dim,)],
-        [_stream_shape(s, n)] * 2,
-    ),
-)
 GATED_NORM = FusedNorm(
     "gated_norm",
     ["z", "x", "weight"],

@@ -70,9 +70,13 @@ def _norm(operation: norms.FusedNorm, shape: norms.NormShape, dtype: mx.Dtype) -
 
     def run(rows: slice) -> Sequence[mx.array]:
         given = []
-        for name, array in zip(operation.inputs, arrays, strict=True):
-            each = 0 if name.endswith("weight") else len(array) // most
-            given.append(array[each * rows.start : each * rows.stop] if each else array)
+        for array, one in zip(arrays, operation.sizes(shape, 1)[0], strict=True):
+            sizes = enumerate(zip(array.shape, one))
+            axis = next((axis for axis, (many, few) in sizes if many != few), None)
+            if axis is not None:
+                part = slice(one[axis] * rows.start, one[axis] * rows.stop)
+                array = array[(slice(None),) * axis + (part,)]
+            given.append(array)
         return operation.by_kernel(shape, *given)
 
     return same_rows(run)

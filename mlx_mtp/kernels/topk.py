@@ -82,7 +82,7 @@ _BODY = """
       if (lane < ALL) {
         const int pair = row * ALL + lane;
         experts[pair] = chosen;
-        weights[pair] = mine / total;
+        experts[all + pair] = BITS_OF(mine / total);
         if (SORT && pair < PAIRS) {
           keys[pair] = chosen * all + pair;
         }
@@ -118,29 +118,39 @@ class Router(NamedTuple):
 class ExpertChoice(NamedTuple):
     """The experts of N tokens, P pairs in all; each token's last one is the shared expert, E."""
 
-    # Int32 [3, P]: the pairs' experts, ascending; the index of each of these pairs in the tokens'
-    # order; and the experts in the tokens' order.
+    # Int32 [4, P]: the pairs' experts, ascending; the index of each of these pairs in the tokens'
+    # order; and in that order the experts, and the bits of their float32 weights. One array, as a
+    # second one takes the host longer than this kernel takes a GPU. A prompt's lacks the first two.
     pairs: mx.array
-    weights: mx.array  # float32 [N, K + 1]
+    num_tokens: int
 
     @property
     def experts(self) -> mx.array:
         """Each token's experts, int32 [N, K + 1]."""
-        return self.pairs[2].reshape(self.weights.shape)
+        return self.pairs[-2].reshape(self.num_tokens, -1)
+
+    @property
+    def weights(self) -> mx.array:
+        """The experts' weights, float32 [N, K + 1]."""
+        return weights_of(self.pairs).reshape(self.num_tokens, -1)
 
 
 def run_kernel(logits: Operand, gate: Operand, router: Router) -> ExpertChoice:
     """Route a step's tokens by logits [N, E]; `gate` [N, 1] has the shared expert's."""
-    return ExpertChoice(*_route(logits, gate, router, sort=True))
+    return _route(logits, gate, router, sort=True)
 
 
-def choose_experts(logits: Operand, gate: Operand, router: Router) -> tuple[mx.array, mx.array]:
-    """Returns only `ExpertChoice.experts` and `.weights`, of any number of tokens."""
-    experts, weights = _route(logits, gate, router, sort=False)
-    return experts, weights
+def choose_experts(logits: Operand, gate: Operand, router: Router) -> ExpertChoice:
+    """`run_kernel` for any number of tokens; the pairs are not sorted."""
+    return _route(logits, gate, router, sort=False)
 
 
-def _route(logits: Operand, gate: Operand, router: Router, *, sort: bool) -> list[mx.array]:
+def weights_of(pairs: mx.array) -> mx.array:
+    """Returns the weights in `ExpertChoice.pairs`, float32 [P]."""
+    return pairs[-1].view(mx.float32)
+
+
+def _route(logits: Operand, gate: Operand, router: Router, *, sort: bool) -> ExpertChoice:
     rows, (experts, chosen, normalize) = gate.shape[0], router
     warps = min(rows, _MOST_WARPS)
     groups = 1 if sort else -(-rows // warps)
@@ -148,12 +158,13 @@ def _route(logits: Operand, gate: Operand, router: Router, *, sort: bool) -> lis
     most_pairs = -(-rows // gpu.MOST_ROWS) * gpu.MOST_ROWS * (chosen + 1) if sort else 1
     constants = {"E": experts, "K": chosen, "NORMALIZE": normalize, "SORT": sort}
     constants |= {"PAIRS": min(most_pairs, _NEAR_PAIRS), "MOST_WARPS": _MOST_WARPS}
-    shape = rows, chosen + 1
-    outputs = [((3, rows * (chosen + 1)) if sort else shape, mx.int32), (shape, mx.float32)]
+    shape = 4 if sort else 2, rows * (chosen + 1)
     views = View.of(logits), View.of(gate)
     for name, view in zip(("LOGITS", "GATE"), views):
         constants |= view.constants(name)
-    return KERNEL([v.array for v in views], constants, (groups, warps, 1), outputs, warps)
+    arrays, outputs = [v.array for v in views], [(shape, mx.int32)]
+    (pairs,) = KERNEL(arrays, constants, (groups, warps, 1), outputs, warps)
+    return ExpertChoice(pairs, rows)
 
 
 def portable(logits: Operand, gate: Operand, router: Router) -> ExpertChoice:
@@ -165,12 +176,12 @@ def portable(logits: Operand, gate: Operand, router: Router) -> ExpertChoice:
     weights = mx.exp(chosen - mx.logsumexp(among, axis=-1, keepdims=True))
     experts = mx.concatenate([experts, mx.full(gate.shape, router.experts, mx.int32)], axis=1)
     weights = mx.concatenate([weights, mx.sigmoid(gate.astype(mx.float32))], axis=1)
-    flat = experts.reshape(-1)
-    return ExpertChoice(mx.concatenate([sorted_pairs(flat), flat[None]]), weights)
+    in_order = experts.reshape(1, -1), weights.reshape(1, -1).view(mx.int32)
+    return ExpertChoice(mx.concatenate([sorted_pairs(experts.reshape(-1)), *in_order]), len(gate))
 
 
 def sorted_pairs(experts: mx.array) -> mx.array:
-    """Returns the first two rows of `ExpertChoice.pairs`, for the experts of P pairs."""
+    """Returns the first two items of `ExpertChoice.pairs`, for the experts of P pairs."""
     experts = experts.astype(mx.int32)
     order = mx.argsort(experts).astype(mx.int32)
     return mx.stack([experts[order], order])
@@ -189,11 +200,11 @@ def _error(router: Router, dtype: mx.Dtype) -> float:
     rows = np.stack([permuted(steps) for _ in range(_MOST_WARPS + 1)])  # two groups of a prompt
     logits, gate = (mx.array(a).astype(dtype) for a in (rows, rows[:, :1] / 8))
     found, alone = run_kernel(logits, gate, router), choose_experts(logits, gate, router)
-    mx.eval(found, alone)
+    mx.eval(found.pairs, alone.pairs)
     with mx.stream(mx.cpu):
         true = portable(logits, gate, router)
-        pairs = (found.pairs, true.pairs), *zip(alone, (found.experts, found.weights))
-        same = all(mx.array_equal(a, b).item() for a, b in pairs)
+        both = (found.pairs[:3], true.pairs[:3]), (alone.pairs, found.pairs[2:])
+        same = all(mx.array_equal(a, b).item() for a, b in both)
         return self_check.difference([found.weights], [true.weights]) if same else 1.0
 
 
@@ -206,9 +217,7 @@ def _arguments(router: Router, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
 
 
 _INPUTS = ["logits", "gate"]
-KERNEL = gpu.Kernel(
-    "router", _INPUTS, ["pairs", "weights"], _BODY, contiguous=True, columns=_INPUTS
-)
+KERNEL = gpu.Kernel("router", _INPUTS, ["pairs"], _BODY, contiguous=True, columns=_INPUTS)
 ROUTER = gpu.Operation(
     "router kernel / mlx", "router", _error, _applies, run_kernel, portable, _arguments
 )

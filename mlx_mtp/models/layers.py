@@ -18,7 +18,7 @@ from mlx_mtp.cache.gated_delta import CacheArrays, GatedDeltaCache, get_arrays
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import KeptCounts, Packing, Pass, Rectangle
 from mlx_mtp.distributed import all_reduce
-from mlx_mtp.kernels import norms
+from mlx_mtp.kernels import norms, residual
 from mlx_mtp.kernels.gdn_types import GDNProjections, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.kernels.view import Operand, View, column_view, to_array
@@ -252,8 +252,8 @@ class SplitLayer(nn.Module):
         norm = self.post_attention_layernorm
         width = norms.NormShape(x.shape[-1], norm.eps)
         attended = (self.linear_attn if self.is_linear else self.self_attn).after(*mixed)
-        x, normed = norms.ADD_NORM(width, x, attended, norm.weight)
-        return add_mlp(x, normed, self.mlp, next_norm, norm.eps)
+        (normed,) = residual.SUM_NORM(width, x, attended, norm.weight)
+        return add_mlp(x, attended, normed, self.mlp, next_norm, norm.eps)
 
     @cached_property
     def _joined(self) -> JoinedLayer | None:

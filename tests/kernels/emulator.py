@@ -120,6 +120,13 @@ static float as_float(unsigned word) {
   return value;
 }
 
+template <typename To, typename From> static To as_type(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bits of another size");
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
 static float bf16_value(uint16_t bits) { return as_float(unsigned(bits) << 16); }
 static unsigned bf16_bits(float value) { return bfloat16_t(value).bits; }
 static unsigned f16_bits(float value) {
@@ -191,6 +198,8 @@ static void threadgroup_barrier(int) { threadgroup_barrier(); }
 #define __syncthreads() threadgroup_barrier()
 #define __syncwarp() exchange({})
 #define __uint_as_float(word) as_float(word)
+#define __int_as_float(word) as_float(word)
+#define __float_as_int(value) int(as_word(value))
 #define __float_as_uint(value) as_word(value)
 #define __expf(value) expf(value)
 struct uint2 { unsigned x, y; };

@@ -59,6 +59,7 @@ half fma(half, half, half), ldexp(half, int);
 float exp(float), exp2(float), log(float), sqrt(float), cos(float), sin(float), fabs(float);
 half exp(half), exp2(half), log(half), sqrt(half), cos(half), sin(half), fabs(half);
 template <typename T> T min(T, T);
+template <typename To, typename From> To as_type(From);
 template <typename T> T simd_shuffle_xor(T, ushort);
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 mem_flags operator|(mem_flags, mem_flags);

@@ -23,12 +23,6 @@ typedef unsigned uint;
 typedef unsigned short ushort;
 struct uint3 { uint x, y, z; };
 struct short2 { short x, y; };
-template <typename To, typename From> static To as_type(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  memcpy(&to, &from, sizeof(to));
-  return to;
-}
 template <typename T> static T max(T a, T b) { return a < b ? b : a; }
 extern "C" {
   float log2f(float), roundf(float);

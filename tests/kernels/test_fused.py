@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 from mlx_mtp.distributed import World
-from mlx_mtp.kernels import gpu, norms, topk
+from mlx_mtp.kernels import gpu, norms, residual, topk
 from mlx_mtp.kernels.cases import layer_cases
 from mlx_mtp.kernels.topk import Router
 from mlx_mtp.kernels.view import column_view, to_array
@@ -19,8 +19,10 @@ from tests.support.tiny_models import Layout, write_checkpoint
 
 ROTATED = norms.NormShape(128, 1e-6, 3, 2, 64, 1e6, 0.5)
 SHAPES = [
-    (norms.ADD_NORM, norms.NormShape(1056, 1e-6)),  # more than its warps compute at once
-    (norms.MIX_NORM, norms.NormShape(96, 1e-5, chosen=3)),
+    (residual.SUM_NORM, norms.NormShape(96, 1e-6)),
+    (residual.ADD_NORM, norms.NormShape(1056, 1e-6)),  # more than its warps compute at once
+    (residual.ADD_MIX_NORM, norms.NormShape(96, 1e-5, chosen=3)),
+    (residual.MIX_NORM, norms.NormShape(96, 1e-5, chosen=3)),
     (norms.GATED_NORM, norms.NormShape(64, 1e-6, 6, ratio=3)),
     (norms.GATE, norms.NormShape(96, 1e-6, 5)),
     (norms.ROTATE, ROTATED),
@@ -36,6 +38,8 @@ def test_norms(emulated, operation, shape, caplog):
         mx.array(draw.standard_normal(size, dtype=np.float32) * (7 if name == "positions" else 1))
         for name, size in zip(operation.inputs, operation.sizes(shape, 3)[0], strict=True)
     ]
+    if operation is residual.ADD_MIX_NORM:
+        inputs[3] = inputs[3].view(mx.int32)
 
     def of_row(arrays, sizes, row):
         """Yields the part of each array that belongs to one row of three."""
@@ -57,12 +61,12 @@ def test_a_sum_in_float32_is_rounded_once(emulated):
     x, weights = (mx.random.normal(size, key=mx.random.key(0)) for size in ((3, 64), (3, 2)))
     experts, weight = (mx.random.normal((n, 64), key=mx.random.key(n)) for n in (6, 1))
     inputs = 100 * x, experts.astype(mx.bfloat16), weights, weight[0].astype(mx.bfloat16)
-    exact = inputs[0] + norms.add_up(inputs[1].astype(mx.float32), weights)
-    for compute in (norms.MIX_NORM.by_kernel, norms.MIX_NORM.portable):
-        residual, normed = compute(shape, *inputs)
-        assert residual.dtype == normed.dtype == mx.bfloat16
-        error = mx.abs(residual.astype(mx.float32) - exact)
-        assert (error <= mx.abs(exact) / 256 + 0.02 * (compute is norms.MIX_NORM.portable)).all()
+    exact = inputs[0] + residual.add_up(inputs[1].astype(mx.float32), weights)
+    for compute in (residual.MIX_NORM.by_kernel, residual.MIX_NORM.portable):
+        found, normed = compute(shape, *inputs)
+        assert found.dtype == normed.dtype == mx.bfloat16
+        error = mx.abs(found.astype(mx.float32) - exact)
+        assert (error <= mx.abs(exact) / 256 + 0.02 * (compute is residual.MIX_NORM.portable)).all()
         assert mx.abs(error / exact).mean() < 1.5e-3, "two roundings have 1.8e-3"
 
 
@@ -96,12 +100,11 @@ def test_router(emulated, normalize, monkeypatch):
     for rows in (1, 3, most):
         inputs = logits[:rows], gate[:rows]
         found, true = topk.run_kernel(*inputs, kind), topk.portable(*inputs, kind)
-        for ours, theirs in zip(found, true, strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=1e-6)
+        assert mx.array_equal(found.pairs[:3], true.pairs[:3])
+        np.testing.assert_allclose(found.weights, true.weights, atol=1e-6)
     assert mx.array_equal(found.weights[:3], topk.run_kernel(logits[:3], gate[:3], kind).weights)
     alone = topk.choose_experts(logits, gate, kind)
-    for ours, theirs in zip(alone, (found.experts, found.weights), strict=True):
-        assert mx.array_equal(ours, theirs), "of a prompt, whose pairs are not sorted"
+    assert mx.array_equal(alone.pairs, found.pairs[2:]), "of a prompt, whose pairs are not sorted"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -112,21 +115,22 @@ def test_a_mixture(emulated, monkeypatch, ranks):
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
     how = {"num_experts": 32, "num_experts_per_tok": 3, "norm_topk_prob": True}
     block = Qwen3NextSparseMoeBlock(SimpleNamespace(**sizes, **how))
-    x, normed = (mx.random.normal((5, 64), key=mx.random.key(i)) for i in range(2))
-    weight = mx.random.normal((64,), key=mx.random.key(2))
-    found = moe.add_mlp(x, normed, block, weight, 1e-6)
-    true = x + ranks * block(normed)
+    inputs = [mx.random.normal((5, 64), key=mx.random.key(i)) for i in range(3)]
+    x, attended, normed = inputs
+    weight = mx.random.normal((64,), key=mx.random.key(3))
+    found = moe.add_mlp(*inputs, block, weight, 1e-6)
+    true = x + attended + ranks * block(normed)
     np.testing.assert_allclose(found[0], true, atol=1e-5)
     np.testing.assert_allclose(found[1], mx.fast.rms_norm(true, weight, 1e-6), atol=1e-5)
     monkeypatch.setattr(topk, "MOST_PAIRS", 12)
-    halves = moe.add_mlp(x, normed, block, weight, 1e-6)
+    halves = moe.add_mlp(*inputs, block, weight, 1e-6)
     np.testing.assert_allclose(halves, found, atol=1e-6)
     monkeypatch.setattr(moe, "is_decode_sized", lambda _: False)
-    of_prompt = moe.add_mlp(x, normed, block, weight, 1e-6)
+    of_prompt = moe.add_mlp(*inputs, block, weight, 1e-6)
     np.testing.assert_allclose(of_prompt, found, atol=1e-5)
-    none = moe.add_mlp(x[:0], normed[:0], block, weight, 1e-6)
+    none = moe.add_mlp(*(each[:0] for each in inputs), block, weight, 1e-6)
     assert [each.shape for each in none] == [(0, 64)] * 2
-    for operation in (topk.ROUTER, norms.MIX_NORM if ranks == 1 else norms.ADD_NORM):
+    for operation in (topk.ROUTER, residual.ADD_MIX_NORM if ranks == 1 else residual.ADD_NORM):
         assert operation._works and all(operation._works.values()), "by the kernel"
 
 
@@ -136,7 +140,7 @@ def test_the_self_test_compares_them(emulated, tmp_path):
     checks = check_cases("tiny", layer_cases(model.causal_lm.args, model.dtype))
     assert all(check.ok for check in checks), checks
     ours = {check.name: check.applies for check in checks}
-    assert len(checks) == 7, "sums of a step and of a prompt"
-    names = ["add norm", "gate", "gated norm", "mix norm", "norm rotate", "router"]
-    assert sorted(ours) == [f"{name} kernel / mlx" for name in names]
-    assert sorted(ours.values()) == [False] * 2 + [True] * 4, "6 experts, 8 dimensions"
+    names = ["gate", "gated norm", "norm rotate", "router", "sum norm"]
+    names += ["add mix norm", "mix norm"]  # of a step and of a prompt
+    assert sorted(ours) == sorted(f"{name} kernel / mlx" for name in names)
+    assert sorted(ours.values()) == [False] * 2 + [True] * 5, "6 experts, 8 dimensions"

@@ -3,7 +3,16 @@
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.kernels import cases, gated_delta, gated_delta_step, gpu, norms, short_conv, topk
+from mlx_mtp.kernels import (
+    cases,
+    gated_delta,
+    gated_delta_step,
+    gpu,
+    norms,
+    residual,
+    short_conv,
+    topk,
+)
 from mlx_mtp.kernels.cases import KernelCase
 from mlx_mtp.kernels.cuda import (
     decode_attention,
@@ -24,8 +33,10 @@ SHORT_CONV = GATED_DELTA._replace(operation=short_conv.SHORT_CONV)
 STEP = GATED_DELTA._replace(operation=gated_delta_step.GATED_DELTA_STEP)
 CHUNKS = KernelCase(gated_delta_chunks.GATED_DELTA_CHUNKS, GDNShape(2, 64, 4, 32), BF16)
 ROUTER = KernelCase(topk.ROUTER, topk.Router(64, 5, True), F32)
-ADD_NORM = KernelCase(norms.ADD_NORM, norms.NormShape(288, 1e-6), F32)
-MIX_NORM = KernelCase(norms.MIX_NORM, norms.NormShape(96, 1e-5, chosen=3), BF16)
+SUM_NORM = KernelCase(residual.SUM_NORM, norms.NormShape(96, 1e-6), BF16)
+ADD_NORM = KernelCase(residual.ADD_NORM, norms.NormShape(288, 1e-6), F32)
+ADD_MIX_NORM = KernelCase(residual.ADD_MIX_NORM, norms.NormShape(96, 1e-5, chosen=3), BF16)
+MIX_NORM = KernelCase(residual.MIX_NORM, norms.NormShape(96, 1e-5, chosen=3), BF16)
 GATED_NORM = KernelCase(norms.GATED_NORM, norms.NormShape(64, 1e-6, 6, ratio=3), BF16)
 GATE = KernelCase(norms.GATE, norms.NormShape(96, 1e-6, 3), BF16)
 ROTATE = KernelCase(norms.ROTATE, norms.NormShape(128, 1e-6, 3, 2, 64, 1e6, 0.5), F32)
@@ -38,7 +49,9 @@ SMALL = [
     STEP,
     CHUNKS,
     ROUTER,
+    SUM_NORM,
     ADD_NORM,
+    ADD_MIX_NORM,
     MIX_NORM,
     GATED_NORM,
     GATE,
@@ -58,7 +71,9 @@ QUICK = [
     (CHUNKS, gated_delta_prepare, "__syncthreads();\n    T* const so", "\n    T* const so"),
     # Wrong only for prompts: their router has several groups, and their norms fewer warps per row.
     (ROUTER, topk.KERNEL, "row = grid_x * warps + warp", "row = warp"),
-    (ADD_NORM, norms.ADD_NORM.kernel, "squares / DIM", "squares / (WARPS == 8 ? 1 : DIM)"),
+    (ADD_NORM, residual.ADD_NORM.kernel, "squares / DIM", "squares / (WARPS == 8 ? 1 : DIM)"),
+    (ADD_NORM, residual.ADD_NORM.kernel, "attended[row * DIM + c]", "added[row * DIM + c]"),
+    (ADD_MIX_NORM, residual.ADD_MIX_NORM.kernel, "attended[row * DIM + c]", "attended[c]"),
     (ROTATE, norms.ROTATE.kernel, "token * V_BY0", "0"),
     (ROTATE, norms.ROTATE.kernel, "(own - KEYS) * V_BY1", "0"),
     (FLASH, flash_attention, "i % 2 > first", "i % 2 >= first"),
