@@ -112,7 +112,7 @@ def _model(name: str, layers: int) -> LoadedModel:
     config = shape_of(name, layers)
     inner = config.get("text_config", config)
     inner |= {name: size for name, size in _SIZES.items() if name in inner}
-    return build(config, 4)[0]
+    return build(config)[0]
 
 
 def _measured(core: EngineCore, steps: int, parts: bool, line: Row) -> Iterator[Row]:
