@@ -121,7 +121,7 @@ def _measure(
     tokens = sum(len(output.token_ids) for outputs in results for output in outputs)
     batch = core.runner.batches.decoding
     assert batch is not None
-    nbytes = sum(a.nbytes for c in batch.cache.kv_caches() for a in c.arrays())
+    nbytes = sum(a.nbytes for c in batch.cache.kv_caches() for a in c.arrays)
     ms, per_step = 1e3 * statistics.median(times), tokens / steps / len(contexts)
     run = profiled(lambda: [core.step() for _ in range(_PROFILED_STEPS)]) if profile else None
     mx.clear_cache()

@@ -125,7 +125,7 @@ class BatchCache:
         """Returns all arrays, in a tree: a flat list would take the host longer to make."""
         rows = [self.offset, self.shift, self.num_kept]
         layers = [*self.layers, self.head] if self.head is not None else self.layers
-        return [rows, [cache.arrays() for cache in layers]]
+        return [rows, [cache.arrays for cache in layers]]
 
     def kv_caches(self) -> list[RaggedKVCache]:
         """Returns the KV caches of all layers and of the head."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -17,49 +15,45 @@ from mlx_mtp.kernels.recurrence import fold, run_window
 from mlx_mtp.kernels.short_conv import convolve
 
 CacheArrays = tuple[mx.array, PendingWindow | None, mx.array]
-"""The arrays of a `GatedDeltaCache`: `state`, `pending` and `history`."""
-
-get_arrays: Callable[[GatedDeltaCache], CacheArrays] = attrgetter("state", "pending", "history")
-"""Returns the arrays of a cache, for a compiled function, which takes and returns only arrays."""
+"""The arrays of a `GatedDeltaCache`: the state, the pending window and the history."""
 
 
 class GatedDeltaCache:
     """States of B rows in a layer of `shape`, with activations of `dtype`.
 
-    After a verify step `state` is still the state before the window (no snapshot is copied, as
-    arrays are immutable). The window stays pending until the next call folds the tokens of it that
-    were kept into the state. If it is known in advance how many are kept, the window advances the
-    state itself and leaves nothing pending.
+    After a verify step the state is still that before the window (no snapshot is copied, as arrays
+    are immutable). The window stays pending until the next call folds the tokens of it that were
+    kept into the state. If it is known in advance how many are kept, the window advances the state
+    itself and leaves nothing pending.
     """
+
+    # The state is float32 [B, Hv, Dv, Dk], before the pending window. The history has the
+    # convolution's last inputs, [B, K-1+P, C]: K-1 before the last window, and its P. One
+    # attribute, as a compiled function takes and returns them.
+    arrays: CacheArrays
 
     def __init__(self, num_rows: int, shape: GDNShape, dtype: mx.Dtype) -> None:
         hk, dk, hv, dv, self._conv_size = shape
-        # Float32 [B, Hv, Dv, Dk], before the pending window.
-        self.state = mx.zeros((num_rows, hv, dv, dk), dtype=mx.float32)
-        self.pending: PendingWindow | None = None  # the last window, until it is folded
-        # The convolution's last inputs, [B, K-1+P, C]: K-1 before the last window, and its P.
+        state = mx.zeros((num_rows, hv, dv, dk), dtype=mx.float32)
         channels = 2 * hk * dk + hv * dv
-        self.history = mx.zeros((num_rows, self._conv_size - 1, channels), dtype=dtype)
+        history = mx.zeros((num_rows, self._conv_size - 1, channels), dtype=dtype)
+        self.arrays = state, None, history
 
     @classmethod
     def of(cls, arrays: CacheArrays) -> GatedDeltaCache:
         """Returns a cache of these arrays, to run one window."""
         cache = cls.__new__(cls)
-        cache.hold(arrays)
+        cache.arrays = arrays
         return cache
-
-    def hold(self, arrays: CacheArrays) -> None:
-        """Replace all arrays of the cache."""
-        self.state, self.pending, self.history = arrays
 
     def run_window(
         self, projected: GDNProjections, convolution: ShortConvWeights, kept: KeptCounts
     ) -> mx.array:
         """Run a window of T positions after the kept ones; returns outputs [B, T, Hv, Dv]."""
-        q, window, conv_input = convolve(projected, convolution, self.history, kept.before)
-        held = self.state, self.pending, *kept
-        outputs, self.state, self.pending = run_window(q, window, *held)
-        self._keep(conv_input, window.length, kept)
+        state, pending, history = self.arrays
+        q, window, conv_input = convolve(projected, convolution, history, kept.before)
+        outputs, state, pending = run_window(q, window, state, pending, *kept)
+        self.arrays = state, pending, _history(conv_input, window.length, kept)
         return outputs
 
     def run_gated(
@@ -73,10 +67,11 @@ class GatedDeltaCache:
         gate = gated_delta_step.OutputGate(*norm)
         if not gated_delta_step.fits(projected, convolution):
             return gate.apply(self.run_window(projected, convolution, kept))
-        held = self.state, self.history, self.pending, *kept
+        state, pending, history = self.arrays
+        held = state, history, pending, *kept
         inputs = gated_delta_step.StepInputs(projected, convolution, gate, *held)
-        outputs, self.state, self.pending, conv_input = gated_delta_step.run_kernel(inputs)
-        self._keep(conv_input, projected.q.shape[1], kept)
+        outputs, state, pending, conv_input = gated_delta_step.run_kernel(inputs)
+        self.arrays = state, pending, _history(conv_input, projected.q.shape[1], kept)
         return outputs
 
     def run_few(
@@ -91,14 +86,16 @@ class GatedDeltaCache:
         before, now = kept
         if now is not None and qkv.shape[1] > 1:
             return None
-        if self.pending is not None and before is not None:
-            self.state = cpu.fold(self.pending, before, self.state)
-        given = qkv, a, b, weights, self.state, self.history, before
+        state, pending, history = self.arrays
+        if pending is not None and before is not None:
+            state = cpu.fold(pending, before, state)
+        given = qkv, a, b, weights, state, history, before
         if now is None:
-            outputs, self.pending, self.history = cpu.run_window(*given)
+            outputs, pending, history = cpu.run_window(*given)
         else:
-            outputs, self.state, self.history = cpu.run_token(*given, now)
-            self.pending = None
+            outputs, state, history = cpu.run_token(*given, now)
+            pending = None
+        self.arrays = state, pending, history
         return outputs
 
     def fold(self, num_kept: mx.array | None) -> None:
@@ -106,26 +103,24 @@ class GatedDeltaCache:
 
         `num_kept` is int32 [B], or None if the history has no window.
         """
-        self.state = fold(self.pending, num_kept, self.state)
-        self.pending = None
-        self.history = conv_tail(self.history, num_kept, self._conv_size - 1)
+        state, pending, history = self.arrays
+        history = conv_tail(history, num_kept, self._conv_size - 1)
+        self.arrays = fold(pending, num_kept, state), None, history
 
     def select(self, rows: mx.array) -> GatedDeltaCache:
         """Returns a cache of these rows; call `fold` first."""
         selected = copy.copy(self)
-        selected.state, selected.history = self.state[rows], self.history[rows]
+        state, _, history = self.arrays
+        selected.arrays = state[rows], None, history[rows]
         return selected
 
     def extend(self, other: GatedDeltaCache) -> None:
         """Append another cache's rows; call `fold` of both first."""
-        self.state = mx.concatenate([self.state, other.state])
-        self.history = mx.concatenate([self.history, other.history])
+        (state, _, history), (more, _, others) = self.arrays, other.arrays
+        self.arrays = mx.concatenate([state, more]), None, mx.concatenate([history, others])
 
-    def arrays(self) -> CacheArrays:
-        """Returns a tree of the arrays to evaluate, whose other leaves mlx ignores."""
-        return get_arrays(self)
 
-    def _keep(self, conv_input: mx.array, length: int, kept: KeptCounts) -> None:
-        self.history = conv_input
-        if kept.drops_history(length):
-            self.history = conv_tail(conv_input, kept.now, conv_input.shape[1] - length)
+def _history(conv_input: mx.array, length: int, kept: KeptCounts) -> mx.array:
+    if not kept.drops_history(length):
+        return conv_input
+    return conv_tail(conv_input, kept.now, conv_input.shape[1] - length)

@@ -131,6 +131,7 @@ class RaggedKVCache:
     def extend(self, other: RaggedKVCache) -> None:
         self.buffers = self.buffers | other.buffers
 
+    @property
     def arrays(self) -> list[mx.array]:
         return list(self.buffers.values())
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
-from mlx_mtp.cache.gated_delta import CacheArrays, GatedDeltaCache, get_arrays
+from mlx_mtp.cache.gated_delta import CacheArrays, GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import KeptCounts, Packing, Pass, Rectangle
 from mlx_mtp.distributed import all_reduce
@@ -224,10 +224,10 @@ class SplitLayer(nn.Module):
         if backend() is None and self._joined is not None:
             return self._joined.forward(x, normed, next_norm, where, caches)
         if self.is_linear:
-            held = [*map(get_arrays, caches)]
+            held = [cache.arrays for cache in caches]
             x, normed, now = self.recur(x, normed, next_norm, where.orders, where.kept, held)
             for cache, each in zip(caches, now, strict=True):
-                cache.hold(each)
+                cache.arrays = each
             return x, normed
         inputs = self.self_attn.before(normed, where.positions)
         return self.after(x, next_norm, *self.self_attn.mix(inputs, where.packings, caches))
@@ -245,7 +245,7 @@ class SplitLayer(nn.Module):
         caches = [GatedDeltaCache.of(each) for each in held]
         gated = self.linear_attn.mix(normed, orders, kept, caches)
         x, normed = self.after(x, next_norm, gated)
-        return x, normed, tuple(map(get_arrays, caches))
+        return x, normed, tuple(cache.arrays for cache in caches)
 
     def after(self, x: mx.array, next_norm: mx.array, *mixed: mx.array) -> list[mx.array]:
         """Run the part of the layer after its cache, the MLP included."""

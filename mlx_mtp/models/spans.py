@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_mtp.cache.gated_delta import CacheArrays, get_arrays
+from mlx_mtp.cache.gated_delta import CacheArrays
 from mlx_mtp.cache.packing import KeptCounts, Pass, Rectangle
 from mlx_mtp.models.compiled import compiled
 
@@ -51,12 +51,12 @@ class Span(nn.Module):
         Takes these results of the span before, and the caches, by layer and batch, of the recurrent
         layers and of the attention.
         """
-        held = [[*map(get_arrays, each)] for each in caches[: self.num_recurrent]]
+        held = [[cache.arrays for cache in own] for own in caches[: self.num_recurrent]]
         positions, _, *windows = where
         x, normed, inputs, now = self._run(x, normed, mixed, positions, *windows, held)
         for own, arrays in zip(caches, now):
             for cache, each in zip(own, arrays):
-                cache.hold(each)
+                cache.arrays = each
         if inputs:
             mixed = self["attention"].mix(inputs, where.packings, caches[-1])
         return x, normed, mixed

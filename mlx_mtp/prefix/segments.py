@@ -93,8 +93,9 @@ def take_snapshot(batch: BatchCache, row: int, end: int, hidden: mx.array) -> Se
     arrays = Arrays({_HIDDEN: mx.contiguous(hidden[row, 0])})
     batch.fold()
     for name, cache in _caches(GatedDeltaCache, batch):
-        arrays[f"{name}.state"] = mx.contiguous(cache.state[row])
-        arrays[f"{name}.history"] = mx.contiguous(cache.history[row])
+        state, _, history = cache.arrays
+        arrays[f"{name}.state"] = mx.contiguous(state[row])
+        arrays[f"{name}.history"] = mx.contiguous(history[row])
     return Segment(end, end, arrays)
 
 
@@ -108,8 +109,10 @@ def restore(batch: BatchCache, rows: Sequence[Entry]) -> mx.array:
                 cache.put(place, _row(name, segment.start), keys, values)
     snapshots = [entry[-1].arrays for entry in rows]
     for name, recurrent in _caches(GatedDeltaCache, batch):
-        recurrent.state = mx.stack([s[f"{name}.state"] for s in snapshots])
-        recurrent.history = mx.stack([s[f"{name}.history"] for s in snapshots])
+        state, history = (
+            mx.stack([s[f"{name}.{part}"] for s in snapshots]) for part in ("state", "history")
+        )
+        recurrent.arrays = state, None, history
     return mx.stack([s[_HIDDEN] for s in snapshots])[:, None]
 
 

@@ -91,7 +91,7 @@ def test_a_batch_takes_what_its_rows_take(tiny_models):
             running.extend(cache)
         held = lengths[: number + 1]
         running.reserve(held)
-        used = sum(a.nbytes for c in running.kv_caches() for a in c.arrays())
+        used = sum(a.nbytes for c in running.kv_caches() for a in c.arrays)
         assert sum(map(memory.kv, held)) <= used <= sum(map(memory.most_kv, held))
     own = sum(-(-n // 256) * 256 * memory.kv(1) // 256 for n in lengths)
     assert used < 1.3 * own
@@ -99,7 +99,7 @@ def test_a_batch_takes_what_its_rows_take(tiny_models):
     rows = [0, 3, 10]
     running = running.select(rows)
     running.reserve([lengths[row] for row in rows])
-    used = sum(a.nbytes for c in running.kv_caches() for a in c.arrays())
+    used = sum(a.nbytes for c in running.kv_caches() for a in c.arrays)
     assert used == sum(memory.kv(lengths[row]) for row in rows)
 
 
@@ -108,7 +108,7 @@ def test_attention_copies_no_kv():
     cache.reserve([8000])
     layer, packing = cache.layers[0], cache.begin_window([1])
     layer.write(packing, mx.ones((1, 2, 2, 64)))
-    (array,), queries = layer.arrays(), mx.ones((1, 4, 64))
+    (array,), queries = layer.arrays, mx.ones((1, 4, 64))
     mx.eval(array, queries)
     mx.reset_peak_memory()
     held = mx.get_active_memory()

@@ -89,11 +89,11 @@ class KVRows:
 
     def leave(self, row: int) -> None:
         keep = [i for i in range(len(self.rows)) if i != row]
-        before, old = self.cache, [np.array(a) for a in self.cache.layers[0].arrays()]
+        before, old = self.cache, [np.array(a) for a in self.cache.layers[0].arrays]
         self.cache = self.cache.select(keep)
         self.rows = [self.rows[i] for i in keep]
         self.window(1)
-        for array, then in zip(before.layers[0].arrays(), old, strict=True):
+        for array, then in zip(before.layers[0].arrays, old, strict=True):
             np.testing.assert_array_equal(np.array(array), then)
 
 
@@ -211,12 +211,12 @@ class StateRows:
         """Check that states and convolution inputs equal those of the rows alone."""
         for cache in (self.cache, *self.alone):
             cache.fold()
-        (all_rows,) = self.cache.layers
-        assert all_rows.history.shape[:2] == (len(self.alone), SHAPE.conv_size - 1)
+        states, _, histories = self.cache.layers[0].arrays
+        assert histories.shape[:2] == (len(self.alone), SHAPE.conv_size - 1)
         for row, cache in enumerate(self.alone):
-            (single,) = cache.layers
-            np.testing.assert_array_equal(all_rows.history[row], single.history[0])
-            close(all_rows.state[row], single.state[0])
+            state, _, history = cache.layers[0].arrays
+            np.testing.assert_array_equal(histories[row], history[0])
+            close(states[row], state[0])
 
 
 @settings(max_examples=30, deadline=None)

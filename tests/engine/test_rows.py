@@ -123,5 +123,5 @@ def test_a_long_row_is_written_in_place(demo_model, overlap):
         core.step()
     mx.synchronize()
     caches = core.runner.batches.decoding.cache.kv_caches()
-    largest = max(array.nbytes for cache in caches for array in cache.arrays())
+    largest = max(array.nbytes for cache in caches for array in cache.arrays)
     assert mx.get_peak_memory() - held < largest / 2, "of keys or values alone"

@@ -147,14 +147,14 @@ def run_cache():
     cache, other = (BatchCache([GatedDeltaCache(n, SMALL, F32)], n) for n in (3, 1))
     run(cache, 5, [5, 0, 2])
     run(cache, 3, [1, 3, 0])
-    used = sum(a.nbytes for a in arrays_of([cache.layers[0].arrays(), cache.num_kept]))
+    used = sum(a.nbytes for a in arrays_of([cache.layers[0].arrays, cache.num_kept]))
     run(other, 2, [1])
     cache = cache.select([1, 0])
     cache.extend(other)
     run(cache, 4, [3, 0, 4])
     cache.fold()
-    (states,) = cache.layers
-    return [*outputs, states.state, states.history], used
+    state, _, history = cache.layers[0].arrays
+    return [*outputs, state, history], used
 
 
 def test_inputs_may_be_slices(emulated):

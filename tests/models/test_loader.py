@@ -139,7 +139,7 @@ def test_a_scaled_rope_decodes_on_another_thread_than_it_was_loaded_on(tmp_path)
         packing = cache.begin_window([1], mx.array([1], dtype=mx.int32))
         hidden = model.hidden(TOKENS[0, :1], cache)
         model.head.write(hidden, hidden, head, packing)
-        found = [model.logits(hidden), *head.arrays()]
+        found = [model.logits(hidden), *head.arrays]
         mx.eval(found)
         return found
 
