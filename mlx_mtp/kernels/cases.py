@@ -84,6 +84,7 @@ def layer_cases(args: Any, dtype: mx.Dtype) -> list[KernelCase]:
     shapes: list[tuple[gpu.Operation, Any]] = [
         (residual.SUM_NORM, width),
         (norms.GATED_NORM, gated),
+        (residual.ADD_NORM, width),
         (norms.GATE, norms.NormShape(args.head_dim, width.eps, heads[0])),
         (norms.ROTATE, rotation),
     ]
@@ -95,8 +96,6 @@ def layer_cases(args: Any, dtype: mx.Dtype) -> list[KernelCase]:
             (residual.ADD_MIX_NORM, width._replace(chosen=chosen + 1)),  # with the shared expert
             (residual.MIX_NORM, width._replace(chosen=chosen)),
         ]
-    else:
-        shapes.append((residual.ADD_NORM, width))
     return _cases(dtype, shapes)
 
 

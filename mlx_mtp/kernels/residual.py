@@ -1,9 +1,9 @@
 """The residual stream: sums of the layers' outputs, each with the norm that follows, in one launch.
 
 A layer adds attention's output to the stream and norms the sum for its MLP; then it adds the MLP's
-output, or the weighted outputs of its experts, and norms the sum for the next layer. The
-first sum is no array, and is computed again: an output takes the host longer than an addition takes
-a GPU.
+output, or the weighted outputs of its experts, and norms the sum for the next layer. The first sum
+is not kept: the second kernel adds again, as an output takes the host longer than an addition takes
+a GPU. In a mixture's prompt x already has the first sum, and the shared expert's share.
 """
 
 from collections.abc import Callable
@@ -118,7 +118,7 @@ def _operation(
 ) -> FusedNorm:
     """Returns an operation that adds to x, and norms the sum; it `keeps` the sum as an output."""
     body = _BODY.replace("KEEP", _KEEP if keeps else "")
-    body = body.replace("ADD", "".join(f"{each} {_ROUND}" for each in additions))
+    body = body.replace("ADD", "\n".join(f"{each}\n{_ROUND}" for each in additions))
     names, outputs = inputs.split(), ["residual", "normed"] if keeps else ["normed"]
 
     def sizes(shape: NormShape, rows: int) -> tuple[Sizes, Sizes]:

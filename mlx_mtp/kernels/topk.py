@@ -119,8 +119,8 @@ class ExpertChoice(NamedTuple):
     """The experts of N tokens, P pairs in all; each token's last one is the shared expert, E."""
 
     # Int32 [4, P]: the pairs' experts, ascending; the index of each of these pairs in the tokens'
-    # order; and in that order the experts, and the bits of their float32 weights. One array, as a
-    # second one takes the host longer than this kernel takes a GPU. A prompt's lacks the first two.
+    # order; and in that order the experts, and the bits of their float32 weights. A prompt's lacks
+    # the first two rows. A second array would cost the host time in each layer.
     pairs: mx.array
     num_tokens: int
 
@@ -181,7 +181,7 @@ def portable(logits: Operand, gate: Operand, router: Router) -> ExpertChoice:
 
 
 def sorted_pairs(experts: mx.array) -> mx.array:
-    """Returns the first two items of `ExpertChoice.pairs`, for the experts of P pairs."""
+    """Returns the first two rows of `ExpertChoice.pairs`, for the experts of P pairs."""
     experts = experts.astype(mx.int32)
     order = mx.argsort(experts).astype(mx.int32)
     return mx.stack([experts[order], order])

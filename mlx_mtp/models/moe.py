@@ -61,9 +61,8 @@ def _add_to_prompt(
 
 @functools.partial(mx.compile, shapeless=True)
 def _add_share(x: mx.array, attended: mx.array, share: mx.array, y: mx.array) -> mx.array:
-    return (x + attended).astype(
-        mx.float32
-    ) + share * y  # rounded once, after the routed experts are added
+    stream = (x + attended).astype(mx.float32)
+    return stream + share * y  # not rounded until the routed experts are added
 
 
 def _mixture(x: mx.array, mlp: nn.Module, kind: topk.Router) -> tuple[mx.array, topk.ExpertChoice]:

@@ -70,6 +70,36 @@ def test_a_sum_in_float32_is_rounded_once(emulated):
         assert mx.abs(error / exact).mean() < 1.5e-3, "two roundings have 1.8e-3"
 
 
+@pytest.mark.parametrize("rows", [3, 70])
+def test_the_sum_after_attention_is_rounded(emulated, rows):
+    """It is added twice, with the same bits each time: those of an array of 16 bits."""
+    draw, shape = np.random.default_rng(rows), norms.NormShape(96, 1e-6, chosen=3)
+    sizes = (rows, 96), (rows, 96), (rows, 96), (3 * rows, 96), (96,)
+    x, attended, added, experts, weight = (
+        mx.array(draw.standard_normal(size, dtype=np.float32)).astype(mx.bfloat16) for size in sizes
+    )
+    pairs = mx.array(draw.random((4, 3 * rows), dtype=np.float32)).view(mx.int32)
+    weights, stream = topk.weights_of(pairs).reshape(rows, 3), x + attended
+    (normed,) = residual.SUM_NORM.by_kernel(shape, x, attended, weight)
+    zeros = mx.zeros_like(x)
+    for found, expected in (
+        (
+            residual.ADD_MIX_NORM.by_kernel(shape, x, attended, experts, pairs, weight),
+            residual.MIX_NORM.by_kernel(shape, stream, experts, weights, weight),
+        ),
+        (
+            residual.ADD_NORM.by_kernel(shape, x, attended, added, weight),
+            residual.ADD_NORM.by_kernel(shape, stream, zeros, added, weight),
+        ),
+        ([stream, normed], residual.ADD_NORM.by_kernel(shape, stream, zeros, zeros, weight)),
+    ):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert mx.array_equal(ours, theirs)
+    share = mx.full((rows, 1), 0.5)
+    found = moe._add_share(x, attended, share, added)
+    assert mx.array_equal(found, stream.astype(mx.float32) + share * added)
+
+
 def test_only_queries_or_entries(emulated):
     wide = mx.random.normal((3, 2000), key=mx.random.key(0))
     weights = mx.ones(128), mx.ones(128) * 2
@@ -140,7 +170,7 @@ def test_the_self_test_compares_them(emulated, tmp_path):
     checks = check_cases("tiny", layer_cases(model.causal_lm.args, model.dtype))
     assert all(check.ok for check in checks), checks
     ours = {check.name: check.applies for check in checks}
-    names = ["gate", "gated norm", "norm rotate", "router", "sum norm"]
+    names = ["add norm", "gate", "gated norm", "norm rotate", "router", "sum norm"]
     names += ["add mix norm", "mix norm"]  # of a step and of a prompt
     assert sorted(ours) == sorted(f"{name} kernel / mlx" for name in names)
-    assert sorted(ours.values()) == [False] * 2 + [True] * 5, "6 experts, 8 dimensions"
+    assert sorted(ours.values()) == [False] * 2 + [True] * 6, "6 experts, 8 dimensions"
