@@ -64,20 +64,28 @@ def same_rows(run: Callable[[slice], Sequence[mx.array]]) -> bool:
     return True
 
 
+def of_rows(arrays: Sequence[mx.array], alone: norms.Sizes, rows: slice) -> list[mx.array]:
+    """Returns the parts of arrays that belong to `rows`; `alone` are their shapes for one row.
+
+    An array with the same shape for any number of rows is returned as it is.
+    """
+    parts = []
+    for array, one in zip(arrays, alone, strict=True):
+        sizes = enumerate(zip(array.shape, one, strict=True))
+        axis = next((axis for axis, (many, few) in sizes if many != few), None)
+        if axis is not None:
+            part = slice(one[axis] * rows.start, one[axis] * rows.stop)
+            array = array[(slice(None),) * axis + (part,)]
+        parts.append(array)
+    return parts
+
+
 def _norm(operation: norms.FusedNorm, shape: norms.NormShape, dtype: mx.Dtype) -> bool:
     most = 2 * ROWS[-1]
     _, *arrays = operation._random_arguments(shape, dtype, most)
 
     def run(rows: slice) -> Sequence[mx.array]:
-        given = []
-        for array, one in zip(arrays, operation.sizes(shape, 1)[0], strict=True):
-            sizes = enumerate(zip(array.shape, one))
-            axis = next((axis for axis, (many, few) in sizes if many != few), None)
-            if axis is not None:
-                part = slice(one[axis] * rows.start, one[axis] * rows.stop)
-                array = array[(slice(None),) * axis + (part,)]
-            given.append(array)
-        return operation.by_kernel(shape, *given)
+        return operation.by_kernel(shape, *of_rows(arrays, operation.sizes(shape, 1)[0], rows))
 
     return same_rows(run)
 

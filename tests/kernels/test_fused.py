@@ -10,6 +10,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 from mlx_mtp.distributed import World
 from mlx_mtp.kernels import gpu, norms, residual, topk
 from mlx_mtp.kernels.cases import layer_cases
+from mlx_mtp.kernels.row_check import of_rows
 from mlx_mtp.kernels.topk import Router
 from mlx_mtp.kernels.view import column_view, to_array
 from mlx_mtp.models import moe
@@ -41,17 +42,12 @@ def test_norms(emulated, operation, shape, caplog):
     if operation is residual.ADD_MIX_NORM:
         inputs[3] = inputs[3].view(mx.int32)
 
-    def of_row(arrays, sizes, row):
-        """Yields the part of each array that belongs to one row of three."""
-        for a, alone in zip(arrays, sizes, strict=True):
-            axis = next((i for i, (n, m) in enumerate(zip(a.shape, alone)) if n != m), None)
-            yield a if axis is None else mx.split(a, 3, axis=axis)[row]
-
     alone = operation.sizes(shape, 1)
     together = operation.by_kernel(shape, *inputs)
     for row in range(3):
-        found = operation.by_kernel(shape, *of_row(inputs, alone[0], row))
-        for a, b in zip(found, of_row(together, alone[1], row), strict=True):
+        only = slice(row, row + 1)
+        found = operation.by_kernel(shape, *of_rows(inputs, alone[0], only))
+        for a, b in zip(found, of_rows(together, alone[1], only), strict=True):
             assert mx.array_equal(a, b)
 
 
