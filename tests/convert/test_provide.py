@@ -171,10 +171,12 @@ def test_pull_ls_and_rm(hub, tmp_path, capsys, monkeypatch):
     assert run("ls") == 0 and "There are no models" in capsys.readouterr().out
     hub.trouble[SHARDS[2]] = 403, "Forbidden"
     assert run("pull", REPO) == 2
-    assert "could not be downloaded" in capsys.readouterr().err
-    assert run("ls") == 0
-    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if "/" in line}
-    assert " no " in rows[REPO] and " in part " in rows[ORIGINAL]
+    why = capsys.readouterr().err
+    assert "could not be downloaded" in why and run("ls") == 0
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in shown.splitlines() if "/" in line}
+    assert REPO in rows and " no " in rows[REPO], why + shown
+    assert " in part " in rows[ORIGINAL]
     hub.trouble.clear()
     assert run("pull", REPO) == 0
     assert "with an MTP head" in capsys.readouterr().out

@@ -15,7 +15,9 @@ from mlx_mtp.server.generation.inputs import (
     engine_requests,
     model_defaults,
     sampling_params,
+    unwrap,
     with_flags,
+    wrap,
 )
 from tests.support.fake_engine import FakeEngine, FakeInfo, answer
 from tests.support.in_process import GOOD, MESSAGES, RESPONSES, in_process
@@ -113,3 +115,10 @@ def test_the_answer_gets_the_room_that_is_left() -> None:
             room(3, **sampling)
     with pytest.raises(ContextLengthError, match=r"10 tokens.*10 tokens"):
         room(10)
+
+
+def test_reasoning_that_clients_send_back_may_be_damaged() -> None:
+    assert unwrap(wrap("Ich muß 駅")) == "Ich muß 駅"
+    mark = wrap("")
+    for damaged in ("", "other", f"{mark}*", f"{mark}\ufeffSSBu", f"{mark}\ud800", f"{mark}/w=="):
+        assert unwrap(damaged) == ""

@@ -184,6 +184,10 @@ REFUSED = {
     "media type": (chat(openai_part("data:image/tiff;base64,AAAA")), "image/tiff"),
     "no base64": (chat(openai_part("data:image/png,AAAA")), "must be in base64"),
     "broken base64": (chat(openai_part("data:image/png;base64,A*")), "is not valid base64"),
+    "a letter that base64 lacks": (
+        chat(openai_part("data:image/png;base64,é")),
+        "is not valid base64",
+    ),
     "empty": (chat(openai_part("data:image/png;base64,")), "is empty"),
     "cut off": (chat(openai_part(URL[:-40])), "Message 0: The image is damaged|no base64"),
     "PDF": (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -222,7 +221,7 @@ def unwrap(text: str) -> str:
         return ""
     try:
         return base64.b64decode(text[len(_MARK) :], validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # It is no base64, or no UTF-8.
         return ""
 
 

@@ -6,7 +6,6 @@ texts needs no special case for images.
 """
 
 import base64
-import binascii
 import json
 import re
 import secrets
@@ -161,9 +160,10 @@ class Sight:
             after = place + 1
             try:
                 data = base64.b64decode("".join(picture.data.split()), validate=True)
-                pixels = self._read(data, sizes.for_detail(picture.detail))
-            except binascii.Error as error:
+            except ValueError as error:
                 raise _wrong(f"Message {number}: The image is not valid base64: {error}.") from None
+            try:
+                pixels = self._read(data, sizes.for_detail(picture.detail))
             except InvalidRequestError as error:
                 raise _wrong(f"Message {number}: {error}") from None
             rows, columns = pixels.height // sizes.token, pixels.width // sizes.token
