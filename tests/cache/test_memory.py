@@ -13,6 +13,7 @@ from mlx_mtp.engine.memory import footprint
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
 from tests.support.cases import arrays_of
+from tests.support.quick import full
 from tests.support.tiny_models import FAMILIES
 
 
@@ -56,7 +57,7 @@ def window(model: LoadedModel, cache, lengths: list[int], known: list[int] | Non
     return nbytes(arrays_of(cache.arrays()))
 
 
-@pytest.mark.parametrize("longest", [40, 257, 900])
+@pytest.mark.parametrize("longest", [40, 257, full(900)])
 def test_prefills_and_verify_windows(model, longest):
     """Each row takes the KV of its own length."""
     for depth in (0, 1, 3, 8):
